@@ -1,0 +1,1 @@
+"""The life of a sequence: queueing, batching, KV cache, worker process, streaming."""

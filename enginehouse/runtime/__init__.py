@@ -1,0 +1,1 @@
+"""Weights, tokenisers, model code and kernels."""

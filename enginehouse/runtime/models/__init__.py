@@ -1,0 +1,1 @@
+"""Architectures, one short file each."""
