@@ -31,7 +31,7 @@ class InvalidRequestError(EnginehouseError):
 
     status = 400
     type = "invalid_request_error"
-    code = None
+    code: ClassVar[str | None] = None
 
 
 class ContextLengthExceededError(InvalidRequestError):

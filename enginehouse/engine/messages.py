@@ -27,7 +27,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
 # --- API process → worker ----------------------------------------------------------------------------------
 
 
-class AddSequence(_Message):
+class AddSequence(_Message, frozen=True, kw_only=True):
     """Compute one prompt. With `sibling_ids` the prompt is computed once and forked into that many more
     sequences, which share its KV blocks; sibling i samples with its own seed.
 
@@ -47,17 +47,17 @@ class AddSequence(_Message):
     """`time.monotonic()` of this machine after which the sequence is no longer wanted."""
 
 
-class AbortSequences(_Message):
+class AbortSequences(_Message, frozen=True, kw_only=True):
     """Forget these sequences and free their blocks. Unknown ids are ignored."""
 
     sequence_ids: list[SequenceId]
 
 
-class Preempt(_Message):
+class Preempt(_Message, frozen=True, kw_only=True):
     """Take the running sequences out of the cache, to be recomputed (tests and operators)."""
 
 
-class Shutdown(_Message):
+class Shutdown(_Message, frozen=True, kw_only=True):
     """Leave the loop and end the process."""
 
 
@@ -67,13 +67,13 @@ Command = AddSequence | AbortSequences | Preempt | Shutdown
 # --- worker → API process ----------------------------------------------------------------------------------
 
 
-class Loading(_Message):
+class Loading(_Message, frozen=True, kw_only=True):
     """Progress while weights are brought into memory, 0 to 1."""
 
     progress: float
 
 
-class Ready(_Message):
+class Ready(_Message, frozen=True, kw_only=True):
     """The model is in memory; the worker accepts sequences."""
 
     load_s: float
@@ -137,7 +137,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     last_step_tokens: int = 0
 
 
-class StepReport(_Message):
+class StepReport(_Message, frozen=True, kw_only=True):
     """The outcome of one step."""
 
     outputs: list[SequenceOutput] = []
@@ -145,13 +145,13 @@ class StepReport(_Message):
     stats: EngineStats
 
 
-class Heartbeat(_Message):
+class Heartbeat(_Message, frozen=True, kw_only=True):
     """Sent every second by the worker's step loop while it has nothing to do."""
 
     stats: EngineStats
 
 
-class Fatal(_Message):
+class Fatal(_Message, frozen=True, kw_only=True):
     """The worker cannot go on and is about to exit."""
 
     code: str
