@@ -77,4 +77,6 @@ def _check_range(name: str, value: float, low: float, high: float | None, *, low
 
 def _check_token(name: str, token: int, vocab_size: int) -> None:
     if not 0 <= token < vocab_size:
-        raise InvalidRequestError(f"{name}: {token} is not a token id; they go from 0 to {vocab_size - 1}.", param=name)
+        raise InvalidRequestError(
+            f"{name}: {token} is not a token id; they go from 0 to {vocab_size - 1}.", param=name
+        )
