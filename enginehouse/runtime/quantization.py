@@ -1,0 +1,99 @@
+"""Symmetric int8 quantisation in groups of 64, for weights (once, when packing) and activations (every step).
+
+One scale a group keeps an outlier channel from ruining its whole row; one scale a row of activations costs 3 % of
+perplexity on SmolLM2-135M and groups of 64 cost 0.5 %. Values stay in [-127, 127]: -128 would overflow the
+`maddubs(abs(w), sign(a, w))` product of AVX2.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float32]
+Int8Array = npt.NDArray[np.int8]
+Int32Array = npt.NDArray[np.int32]
+UInt16Array = npt.NDArray[np.uint16]
+Precision = Literal["int8", "fp32"]
+
+GROUP = 64
+"""Values along the input dimension that share a scale."""
+MAX_INT8 = 127
+SMALLEST_MAXIMUM = np.float32(1e-30)
+"""A group whose largest magnitude is below this is all zero: its inverse scale would not be finite."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def pad_last(values: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
+    """Zeros appended along the last axis up to `width`."""
+    missing = width - values.shape[-1]
+    if missing == 0:
+        return values
+    return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, missing)])
+
+
+def to_bf16_up(values: FloatArray) -> UInt16Array:
+    """Non-negative float32 to bfloat16 bits, rounded towards infinity, so a scale never gets smaller."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    return ((bits + np.uint32(0xFFFF)) >> np.uint32(16)).astype(np.uint16)
+
+
+def from_bf16(bits: UInt16Array) -> FloatArray:
+    """bfloat16 bits to float32, exactly."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def quantize_weight(weight: FloatArray) -> tuple[Int8Array, UInt16Array]:
+    """Weight [N, K] to int8 [N, Kpad] and bfloat16 scales [N, Kpad/64].
+
+    The scale is rounded up to bfloat16 first and the values are quantised with the rounded one, so the largest
+    value of a group still fits in 127 and the rounding of the scale adds no error.
+    """
+    num_outputs, width = weight.shape
+    padded = round_up(width, GROUP)
+    groups = pad_last(weight.astype(np.float32, copy=False), padded).reshape(
+        num_outputs, padded // GROUP, GROUP
+    )
+    maximum = np.abs(groups).max(axis=2)
+    maximum[maximum < SMALLEST_MAXIMUM] = 0
+    scale_bits = to_bf16_up(maximum / np.float32(MAX_INT8))
+    scale = from_bf16(scale_bits)
+    safe = np.where(scale > 0, scale, np.float32(np.inf))
+    quantized = np.rint(groups / safe[:, :, None]).astype(np.int8)
+    return quantized.reshape(num_outputs, padded), scale_bits
+
+
+def dequantize_weight(quantized: Int8Array, scale_bits: UInt16Array) -> FloatArray:
+    """The float32 values [N, Kpad] that int8 [N, Kpad] and bfloat16 scales [N, Kpad/64] stand for."""
+    scale = np.repeat(from_bf16(scale_bits), GROUP, axis=1)
+    return quantized.astype(np.float32) * scale
+
+
+def quantize_activation(values: FloatArray) -> tuple[Int8Array, FloatArray, Int32Array]:
+    """Rows [M, K] to int8 [M, Kpad], float32 scales [M, Kpad/64] and int32 group sums [M, Kpad/64].
+
+    A group that holds a NaN or an infinity becomes zeros with a NaN scale, so the fault reaches the logits of
+    its own row and nothing else.
+    """
+    num_rows, width = values.shape
+    padded = round_up(width, GROUP)
+    groups = pad_last(values, padded).reshape(num_rows, padded // GROUP, GROUP)
+    maximum = np.abs(groups).max(axis=2)
+    finite = np.isfinite(maximum)
+    usable = finite & (maximum >= SMALLEST_MAXIMUM)
+    safe = np.where(usable, maximum, np.float32(1))
+    inverse = np.where(usable, np.float32(MAX_INT8) / safe, np.float32(0))
+    scale = np.where(
+        usable, safe * np.float32(1 / MAX_INT8), np.where(finite, np.float32(0), np.float32(np.nan))
+    )
+    with np.errstate(invalid="ignore"):
+        scaled = np.where(usable[:, :, None], groups * inverse[:, :, None], np.float32(0))
+    quantized = np.rint(scaled).astype(np.int8)
+    sums = quantized.sum(axis=2, dtype=np.int32)
+    return quantized.reshape(num_rows, padded), scale.astype(np.float32), sums
