@@ -1,0 +1,155 @@
+"""The cache directory: where it is, how files get into it whole or not at all, and locks between processes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from enginehouse.errors import SourceError
+
+CACHE_VARIABLE = "ENGINEHOUSE_CACHE"
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the fraction done, 0 to 1, of that one thing."""
+
+
+def cache_dir() -> Path:
+    """`$ENGINEHOUSE_CACHE`, or `enginehouse` in the user's cache directory."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "enginehouse"
+
+
+def ignore_progress(what: str, fraction: float) -> None:
+    """A `Progress` that shows nothing."""
+
+
+def slug(text: str) -> str:
+    """`text` as a file name: anything but letters, digits, dot, dash and underscore becomes a dash."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")
+
+
+@contextlib.contextmanager
+def locked(name: str, progress: Progress = ignore_progress) -> Iterator[None]:
+    """Hold the lock `name` among all processes that share the cache; says so when it has to wait.
+
+    The operating system drops the lock of a process that dies.
+    """
+    from filelock import FileLock, Timeout
+
+    path = cache_dir() / "locks" / f"{slug(name)}.lock"
+    with storage_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            progress("waiting for another process that prepares the same model", 0.0)
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def staging(parent: Path) -> Iterator[Path]:
+    """A temporary directory beside its destination; what is left in it afterwards is removed."""
+    with storage_errors(parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        path = Path(tempfile.mkdtemp(prefix=".incomplete-", dir=parent))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove staging directories that killed processes left. Only under the lock that guards `parent`."""
+    for path in parent.glob(".incomplete-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def publish(staged: Path, destination: Path) -> None:
+    """Put a finished staging directory in its place in one step; a damaged one that is there goes away."""
+    flush_directory(staged)
+    if destination.exists():
+        doomed = Path(tempfile.mkdtemp(prefix=".incomplete-", dir=destination.parent))
+        destination.rename(doomed / destination.name)
+        shutil.rmtree(doomed, ignore_errors=True)
+    staged.rename(destination)
+    flush_directory(destination.parent)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a small file so that readers see the old content or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(prefix=".incomplete-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def flush_directory(path: Path) -> None:
+    """Make a directory's entries durable, where the operating system offers that."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn a full disk, a read-only place and the like into a `SourceError` that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        described = describe_storage_error(error, path)
+        if described is None:
+            raise
+        raise described from error
+
+
+def describe_storage_error(error: OSError, path: Path) -> SourceError | None:
+    """The `SourceError` of an OSError that is about storage, or None for any other."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return SourceError(
+            f"the disk is full: no space left for {path} ({_free(path)} free). Free some space "
+            f"(`enginehouse models rm` removes models) or set {CACHE_VARIABLE} to a directory on another disk"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return SourceError(
+            f"cannot write to {path}: {error.strerror}. Set {CACHE_VARIABLE} to a directory you may write to"
+        )
+    return None
+
+
+def _free(path: Path) -> str:
+    for candidate in (path, *path.parents):
+        if candidate.exists():
+            return format_bytes(shutil.disk_usage(candidate).free)
+    return "unknown space"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """For people: 98.4 MB (decimal units, as download sizes are given)."""
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.2f} GB"
