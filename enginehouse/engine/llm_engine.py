@@ -1,0 +1,367 @@
+"""The engine as its callers see it: prompts in, events out, whatever happens to the worker in between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+
+from enginehouse.engine.active_request import ActiveRequest, Choice
+from enginehouse.engine.admission import Admission
+from enginehouse.engine.detokenizer import Detokenizer
+from enginehouse.engine.engine_config import EngineConfig
+from enginehouse.engine.engine_loading import LoadedModel, load_model, plan_worker
+from enginehouse.engine.events import EngineHealth, Event, Prompt
+from enginehouse.engine.messages import (
+    AbortSequences,
+    EngineStats,
+    Heartbeat,
+    Loading,
+    Preempt,
+    Ready,
+    Report,
+    SequenceFailed,
+    SequenceId,
+    SequenceOutput,
+    StepReport,
+)
+from enginehouse.engine.prompt_encoder import PromptEncoder
+from enginehouse.engine.request_stream import RequestStream
+from enginehouse.engine.sampling_params import SamplingParams
+from enginehouse.engine.seeds import sibling_seed
+from enginehouse.engine.stop_strings import StopStringChecker
+from enginehouse.engine.supervisor import Supervisor
+from enginehouse.errors import (
+    EnginehouseError,
+    InvalidRequestError,
+    NoCapacityError,
+    QueueTimeoutError,
+    SequenceFailedError,
+    ShuttingDownError,
+    WorkerDiedError,
+)
+from enginehouse.runtime.config import ModelConfig
+from enginehouse.runtime.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_CRASHES = 2
+"""Worker deaths a sequence may be part of before it is failed instead of resumed."""
+
+OnProgress = Callable[[str, float], None]
+"""Called with what is being done ("download", "pack", "load") and how far it is, 0 to 1."""
+
+
+class LLMEngine:
+    """Serves one model through one worker process. Build it with `await LLMEngine.start(config)`.
+
+    Owns every admitted request until it has ended in exactly one way: finished, aborted by its caller, or
+    failed with an error. Holds prompt, parameters and emitted tokens, so that a new worker can go on where a
+    dead one ended. All methods belong to one event loop.
+    """
+
+    def __init__(self, config: EngineConfig, model: LoadedModel) -> None:
+        self.config = config
+        self.model_config: ModelConfig = model.config
+        self.tokenizer: Tokenizer = model.tokenizer
+        self.max_context = model.max_context
+        """Tokens of prompt and output that fit."""
+        self._encoder = PromptEncoder(model.tokenizer, model.chat_template, model.max_context)
+        self._admission = Admission(config.batching.max_running, config.max_waiting, time.monotonic)
+        self._stats = EngineStats()
+        self._requests: dict[SequenceId, tuple[ActiveRequest, Choice]] = {}
+        self._next_id = itertools.count(1)
+        self._resumed_total = 0
+        self._supervisor = Supervisor(
+            plan_worker(config, model),
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
+            load_timeout_s=config.load_timeout_s,
+            max_restarts=config.max_restarts,
+            on_report=self._on_report,
+            on_death=self._on_death,
+            on_restarted=self._on_restarted,
+            on_failed=self._fail_all,
+        )
+        self._on_progress: OnProgress | None = None
+
+    @classmethod
+    async def start(cls, config: EngineConfig, *, on_progress: OnProgress | None = None) -> LLMEngine:
+        """Fetch, pack and load the model, as far as that is not done yet, and return a ready engine.
+
+        Raises `ModelError` for a model that cannot be used and `ModelLoadFailedError` for a worker that does not
+        come up. Cancelling leaves no process behind.
+        """
+        config.check()
+        model = await asyncio.to_thread(load_model, config, on_progress)
+        engine = cls(config, model)
+        engine._on_progress = on_progress
+        try:
+            await engine._supervisor.start()
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    @property
+    def model_id(self) -> str:
+        """The name callers know the model by."""
+        return self.config.model_id
+
+    @property
+    def info(self) -> Ready:
+        """What the worker said when it was ready: threads, kernels, KV memory."""
+        if self._supervisor.ready is None:
+            raise NoCapacityError("The model is not loaded.")
+        return self._supervisor.ready
+
+    # Requests -------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        stop: tuple[str, ...] = (),
+        n: int = 1,
+        request_id: str | None = None,
+        tenant: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> AsyncIterator[Event]:
+        """`submit`, and yield the events. Leaving the iteration, or cancelling its task, aborts the request."""
+        stream = await self.submit(
+            prompt,
+            params,
+            stop=stop,
+            n=n,
+            request_id=request_id,
+            tenant=tenant,
+            priority=priority,
+            deadline_s=deadline_s,
+        )
+        async with stream:
+            async for event in stream:
+                yield event
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        stop: tuple[str, ...] = (),
+        n: int = 1,
+        request_id: str | None = None,
+        tenant: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> RequestStream:
+        """Admit a request; its events are in the stream that is returned.
+
+        `stop`: strings that end the output and do not appear in it. `n`: choices, sharing the prompt's
+        computation; choice 0 is what n = 1 gives with the same seed. `deadline_s`: `time.monotonic()` after
+        which the answer is no longer wanted. `params.eos_token_ids` empty means the model's own.
+
+        Raises `InvalidRequestError`, `ContextLengthExceededError`, `TemplateError`, `QueueFullError` (with
+        `retry_after_s`), `NoCapacityError` or `ShuttingDownError` before anything is computed.
+        """
+        params.check(self.model_config.vocab_size)
+        if n < 1:
+            raise InvalidRequestError(f"n must be at least 1, not {n}.", param="n")
+        if any(not text for text in stop):
+            raise InvalidRequestError("stop must not contain an empty string.", param="stop")
+        self._check_open()
+        self._admission.reserve(n)
+        try:
+            tokens = await self._encoder.encode(prompt)
+            params = self._complete(params, num_prompt_tokens=len(tokens))
+            self._check_open()
+        except BaseException:
+            self._admission.release(n)
+            raise
+        request = self._open_request(tokens, params, stop, n, request_id, tenant, priority, deadline_s)
+        self._supervisor.send(request.first_message())
+        return request.stream
+
+    async def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, as `submit` would compute them. Raises as `submit` does on a bad prompt."""
+        return await self._encoder.encode(prompt)
+
+    def _check_open(self) -> None:
+        if self._supervisor.state == "closed":
+            raise ShuttingDownError("The engine is closed.")
+        if self._supervisor.state == "failed":
+            raise NoCapacityError(f"The model's worker is dead: {self._supervisor.detail}", retry_after_s=120.0)
+
+    def _complete(self, params: SamplingParams, *, num_prompt_tokens: int) -> SamplingParams:
+        """Fill in what the caller left open: end tokens, seed, and the room that the context leaves."""
+        room = self.max_context - num_prompt_tokens
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        return msgspec.structs.replace(
+            params,
+            max_tokens=min(params.max_tokens, room),
+            min_tokens=min(params.min_tokens, room),
+            eos_token_ids=params.eos_token_ids or tuple(self.tokenizer.eos_token_ids),
+            seed=seed,
+        )
+
+    def _open_request(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        stop: tuple[str, ...],
+        n: int,
+        request_id: str | None,
+        tenant: str,
+        priority: int,
+        deadline_s: float | None,
+    ) -> ActiveRequest:
+        arrival_s = time.monotonic()
+        ids = [SequenceId(next(self._next_id)) for _ in range(n)]
+        stream = RequestStream(
+            request_id=request_id or f"req-{secrets.token_hex(8)}",
+            sequence_ids=ids,
+            prompt_token_ids=tokens,
+            on_abort=functools.partial(self._abort, ids),
+        )
+        request = ActiveRequest(stream=stream, tenant=tenant, priority=priority, deadline_s=deadline_s)
+        for index, sequence_id in enumerate(ids):
+            choice = Choice(
+                index=index,
+                sequence_id=sequence_id,
+                params=msgspec.structs.replace(params, seed=sibling_seed(params.seed or 0, index)),
+                num_prompt_tokens=len(tokens),
+                detokenizer=Detokenizer(self.tokenizer),
+                stop_strings=StopStringChecker(stop),
+                arrival_s=arrival_s,
+            )
+            request.choices.append(choice)
+            self._requests[sequence_id] = (request, choice)
+        if self.config.max_queue_wait_s is not None:
+            asyncio.get_running_loop().call_later(self.config.max_queue_wait_s, self._expire_queued, request)
+        return request
+
+    # Ends -----------------------------------------------------------------------------------------------------
+
+    def _abort(self, sequence_ids: list[SequenceId]) -> None:
+        """Forget sequences and free what the worker holds for them; those that have ended are ignored."""
+        known = [sequence_id for sequence_id in sequence_ids if self._requests.pop(sequence_id, None)]
+        if known:
+            self._admission.release(len(known))
+            self._supervisor.send(AbortSequences(sequence_ids=known))
+
+    def _fail(self, request: ActiveRequest, error: EnginehouseError) -> None:
+        self._abort([choice.sequence_id for choice in request.choices])
+        request.stream.fail(error)
+
+    def _fail_all(self, error: EnginehouseError) -> None:
+        for request, choice in list(self._requests.values()):
+            if choice.sequence_id in self._requests:
+                self._fail(request, error)
+
+    def _expire_queued(self, request: ActiveRequest) -> None:
+        choices = request.choices
+        if choices[0].sequence_id in self._requests and not any(choice.is_started for choice in choices):
+            self._fail(
+                request,
+                QueueTimeoutError(
+                    f"The request did not start within {self.config.max_queue_wait_s:g} s.",
+                    retry_after_s=self._admission.retry_after_s(len(choices)),
+                ),
+            )
+
+    # Worker ---------------------------------------------------------------------------------------------------
+
+    def _on_report(self, report: Report) -> None:
+        if isinstance(report, StepReport):
+            self._stats = report.stats
+            for output in report.outputs:
+                self._on_output(output)
+            for failure in report.failed:
+                self._on_failure(failure)
+        elif isinstance(report, Heartbeat):
+            self._stats = report.stats
+        elif isinstance(report, Loading) and self._on_progress is not None:
+            self._on_progress("load", report.progress)
+
+    def _on_output(self, output: SequenceOutput) -> None:
+        entry = self._requests.get(output.sequence_id)
+        if entry is None:  # aborted while the step was running
+            return
+        request, choice = entry
+        for event in choice.apply(output, time.monotonic()):
+            request.stream.push(event)
+        if choice.is_finished:
+            del self._requests[output.sequence_id]
+            self._admission.release()
+            self._supervisor.note_progress()
+            if output.finish_reason is None:  # a stop string, which the worker knows nothing of
+                self._supervisor.send(AbortSequences(sequence_ids=[output.sequence_id]))
+
+    def _on_failure(self, failure: SequenceFailed) -> None:
+        entry = self._requests.get(failure.sequence_id)
+        if entry is not None:
+            self._fail(entry[0], _error_of(failure))
+
+    def _on_death(self, error: WorkerDiedError) -> None:
+        for request, choice in list(self._requests.values()):
+            choice.num_crashes += 1
+            if choice.num_crashes >= MAX_CRASHES and choice.sequence_id in self._requests:
+                self._fail(request, error)
+
+    def _on_restarted(self) -> None:
+        requests = {id(request): request for request, _ in self._requests.values()}
+        for request in requests.values():
+            for message in request.resume_messages():
+                self._resumed_total += 1 + len(message.sibling_ids)
+                self._supervisor.send(message)
+
+    # State ----------------------------------------------------------------------------------------------------
+
+    def preempt(self) -> None:
+        """Make the worker drop what it has computed of the running sequences and compute it again."""
+        self._supervisor.send(Preempt())
+
+    def stats(self) -> EngineStats:
+        """The worker's latest gauges and counters (counters start again with a new worker)."""
+        return self._stats
+
+    def health(self) -> EngineHealth:
+        """The truth about the engine at this moment."""
+        last_report_s = self._supervisor.last_report_s
+        return EngineHealth(
+            state=self._supervisor.state,
+            detail=self._supervisor.detail,
+            last_report_age_s=None if last_report_s is None else time.monotonic() - last_report_s,
+            num_unfinished=self._admission.num_unfinished,
+            worker_pid=self._supervisor.pid,
+            restarts_total=self._supervisor.restarts_total,
+            resumed_sequences_total=self._resumed_total,
+        )
+
+    async def close(self, *, grace_s: float = 0.0) -> None:
+        """Let running requests finish for `grace_s`, fail the rest with `ShuttingDownError`, end the worker."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while self._requests:
+                    await asyncio.sleep(0.02)
+        self._fail_all(ShuttingDownError("The server is shutting down."))
+        await self._supervisor.close()
+
+
+def _error_of(failure: SequenceFailed) -> EnginehouseError:
+    kind = _ERROR_BY_CODE.get(failure.code, SequenceFailedError)
+    return kind(failure.message)
+
+
+def _error_classes(base: type[EnginehouseError]) -> list[type[EnginehouseError]]:
+    return [base, *(kind for child in base.__subclasses__() for kind in _error_classes(child))]
+
+
+_ERROR_BY_CODE = {kind.code: kind for kind in _error_classes(EnginehouseError) if kind.code is not None}
