@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from enginehouse.runtime.config import ModelConfig
 
 if TYPE_CHECKING:
-    from enginehouse.runtime.ops import Activation, AttentionBatch, KVCache, LinearWeight, Ops, Tensor
+    from enginehouse.runtime.ops import Activation, AttentionBatch, KVMemory, LinearWeight, Ops, Tensor
+    from enginehouse.runtime.quantization import Precision
 
 FloatArray = NDArray[np.float32]
 
@@ -56,7 +57,7 @@ class PackedWeights(Protocol):
     def config(self) -> ModelConfig: ...
 
     @property
-    def precision(self) -> str: ...
+    def precision(self) -> Precision: ...
 
     def tensor(self, name: str) -> FloatArray:
         """A `vector` or `table`."""
@@ -73,7 +74,7 @@ class Binding:
 
     weights: PackedWeights
     ops: Ops
-    kv: KVCache
+    kv: KVMemory
     max_rows: int
     max_positions: int
     """No position reaches this one: the model's context, or less when the cache is smaller."""
