@@ -134,8 +134,7 @@ class ModelRunner:
         """Computes the batch and returns logits fp32 [num_logits, vocab], in the order of `logit_rows`.
 
         The result is a view of the runner's buffer, valid until the next call. A batch must have at most
-        `max_rows` rows and `max_seqs` sequences, and no block may be written by one sequence and read by another
-        in the same step.
+        `max_rows` rows and `max_seqs` sequences, and no two rows may share a slot.
         """
         step, attention = self._step, self._attention
         rows, num_logits = len(batch.tokens), len(batch.logit_rows)

@@ -77,5 +77,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         return self.num_kv_heads * self.head_dim
 
     def kv_bytes_per_token(self, kv_dtype: KVDtype) -> int:
-        """KV cache bytes one token takes, over all layers."""
-        return 2 * self.num_layers * self.kv_size * _KV_ITEM_BYTES[kv_dtype]
+        """KV cache bytes one token takes, over all layers; values are padded to whole vectors of 16."""
+        padded_dim = -(-self.head_dim // 16) * 16
+        per_head = (self.head_dim + padded_dim) * _KV_ITEM_BYTES[kv_dtype]
+        return self.num_layers * self.num_kv_heads * per_head
