@@ -94,7 +94,7 @@ class KVCache:
         while len(hashes) < num_blocks:
             parent = hashes[-1] if hashes else blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
             start = len(hashes) * size
-            content = array("I", tokens[start : start + size]).tobytes()
+            content = array("q", tokens[start : start + size]).tobytes()
             hashes.append(blake2b(parent + content, digest_size=DIGEST_BYTES).digest())
 
     def match_prefix(
@@ -144,6 +144,14 @@ class KVCache:
             if self._hash_of[block] is None and digest not in self._block_of:
                 self._hash_of[block] = digest
                 self._block_of[digest] = block
+
+    def forget(self, table: list[int]) -> None:
+        """Make the blocks of `table`, which must be held, unfindable: their content is not to be trusted."""
+        for block in table:
+            digest = self._hash_of[block]
+            if digest is not None:
+                del self._block_of[digest]
+                self._hash_of[block] = None
 
     # --- holding -------------------------------------------------------------------------------------------
 

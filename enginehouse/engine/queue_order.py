@@ -185,9 +185,8 @@ class FairQueue:
         """Keep the table bounded: idle tenants with the smallest account lose least by being forgotten."""
         if len(self._served) <= MAX_TENANTS:
             return
-        idle = sorted(
-            (tenant for tenant in self._served if tenant not in self._tenants), key=self._served.get
-        )  # type: ignore[arg-type]
+        idle = [tenant for tenant in self._served if tenant not in self._tenants]
+        idle.sort(key=self._served.__getitem__)
         for tenant in idle[: len(idle) // 2 + 1]:
             del self._served[tenant]
 

@@ -166,6 +166,16 @@ class Sequence:
             sequence = sequence.heir
         return sequence
 
+    def largest_chunk(self, budget: int, prompt_rows: int) -> int:
+        """How many of the remaining tokens fit in `budget` tokens and in `prompt_rows` rows of logits for
+        prompt log-probabilities; may be 0.
+        """
+        missing = self.num_prompt_logprobs_missing
+        if missing > prompt_rows:
+            first_row = len(self.prompt_tokens) - missing - 1  # the row before a token predicts it
+            budget = min(budget, first_row + prompt_rows - self.num_computed)
+        return min(self.num_remaining, budget)
+
     def append(self, token: int) -> None:
         """Learn one more token."""
         self.tokens.append(token)

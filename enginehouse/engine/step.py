@@ -50,6 +50,26 @@ class ScheduledStep:
     sample_rows: list[SampleRow] = field(default_factory=list)
     num_tokens: int = 0
 
+    def put(self, sequence: Sequence, num_tokens: int) -> None:
+        """Add the next `num_tokens` tokens of `sequence`, and rows for what their logits are needed for."""
+        start = sequence.num_computed
+        end = start + num_tokens
+        row = self.num_tokens
+        self.items.append(ScheduledSequence(sequence, start, num_tokens))
+        self.num_tokens += num_tokens
+        sequence.in_flight = True
+        if sequence.prompt_logprobs is not None:
+            for position in range(max(start + 1, len(sequence.prompt_logprobs)), end + 1):
+                if position < len(sequence.prompt_tokens):
+                    self.prompt_rows.append(PromptRow(sequence, position, len(self.logit_rows)))
+                    self.logit_rows.append(row + position - 1 - start)
+        if end == len(sequence.tokens) and sequence.params.max_tokens > 0:
+            logit = len(self.logit_rows)
+            self.logit_rows.append(row + num_tokens - 1)
+            self.sample_rows.append(SampleRow(sequence, logit))
+            for sibling in sequence.siblings:
+                self.sample_rows.append(SampleRow(sibling, logit))
+
 
 @dataclass(slots=True)
 class Outcome:

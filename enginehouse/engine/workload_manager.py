@@ -6,7 +6,6 @@ lists of integers: no arrays, no clock of its own, no IO.
 
 from __future__ import annotations
 
-import heapq
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from enginehouse.engine.batching import BatchingStrategy, Continuous
+from enginehouse.engine.deadlines import DeadlineQueue
 from enginehouse.engine.kv_cache import KVCache
 from enginehouse.engine.messages import (
     AddSequence,
@@ -32,7 +32,7 @@ from enginehouse.engine.sequence import (
     SequenceState,
     check_finish,
 )
-from enginehouse.engine.step import Outcome, PromptRow, SampleRow, ScheduledSequence, ScheduledStep
+from enginehouse.engine.step import Outcome, ScheduledSequence, ScheduledStep
 
 _by_rank = attrgetter("rank")
 
@@ -51,6 +51,11 @@ class WorkloadConfig:
     max_prompt_rows: int = 64
     """Most logit rows for prompt log-probabilities in one step: they bound the logits buffer to
     `max_prompt_rows + batching.max_sequences` rows."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_context", self.max_context), ("max_prompt_rows", self.max_prompt_rows)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
 
     @property
     def max_logit_rows(self) -> int:
@@ -78,7 +83,7 @@ class WorkloadManager:
         self._waiting = config.order.new_queue()
         self._running: list[Sequence] = []  # sorted by rank
         self._sequences: dict[SequenceId, Sequence] = {}
-        self._deadlines: list[tuple[float, SequenceId]] = []
+        self._deadlines = DeadlineQueue()
         self._outcome = Outcome()
         self._step: ScheduledStep | None = None
         self._evict_all = False
@@ -129,7 +134,10 @@ class WorkloadManager:
         for index, sequence in enumerate((leader, *leader.siblings)):
             sequence.rank = (key, arrival, index)
             self._sequences[sequence.sequence_id] = sequence
-            self._watch_deadlines(sequence)
+            if sequence.deadline_s is not None:
+                self._deadlines.watch(sequence, sequence.deadline_s)
+            if self.config.max_wait_s is not None and not sequence.output_tokens:
+                self._deadlines.watch(sequence, sequence.arrival_s + self.config.max_wait_s)
         self._waiting.push(leader)
 
     def abort(self, sequence_ids: Iterable[SequenceId]) -> None:
@@ -193,18 +201,19 @@ class WorkloadManager:
         self,
         step: ScheduledStep,
         samples: list[SampledToken | SampleError],
-        prompt_logprobs: Iterable[TokenLogprob] = (),
+        prompt_logprobs: Iterable[TokenLogprob | SampleError] = (),
     ) -> Outcome:
         """Take in what the model computed: `samples` match `step.sample_rows`, `prompt_logprobs` match
         `step.prompt_rows`. Returns everything that was to be told since the last call.
+
+        A `SampleError` fails that sequence alone; in a prompt, with all siblings that wait for it. Raises
+        `ValueError` when the lists do not match.
         """
         if step is not self._step:
             raise RuntimeError("complete() was called with another step than the one in flight")
         self._step = None
         for prompt_row, logprob in zip(step.prompt_rows, prompt_logprobs, strict=True):
-            owner = prompt_row.sequence.survivor
-            if owner.prompt_logprobs is not None:
-                owner.prompt_logprobs.append(logprob)
+            self._learn_prompt(prompt_row.sequence.survivor, logprob)
         for item in step.items:
             self._advance(item)
         for row, sample in zip(step.sample_rows, samples, strict=True):
@@ -233,7 +242,8 @@ class WorkloadManager:
             if len(sequence.tokens) - start != 1:
                 prompts.append(sequence)
             elif reserve(sequence.block_table, start, start + 1, step.copies):
-                self._put(step, sequence, start, 1)
+                step.put(sequence, 1)
+                self._waiting.charge(sequence.tenant, 1)
             else:
                 short = True
                 if running[-1] is not sequence:
@@ -247,37 +257,12 @@ class WorkloadManager:
 
     def _schedule_chunk(self, step: ScheduledStep, sequence: Sequence, budget: int) -> int:
         """Schedule as much of `sequence` as budgets allow; its blocks are reserved. Returns the tokens."""
-        start = sequence.num_computed
-        num_tokens = min(sequence.num_remaining, budget)
-        missing = sequence.num_prompt_logprobs_missing
-        if missing:
-            rows = self.config.max_prompt_rows - len(step.prompt_rows)
-            if missing > rows:
-                first = len(sequence.prompt_tokens) - missing - 1
-                num_tokens = min(num_tokens, first + rows - start)
+        rows_left = self.config.max_prompt_rows - len(step.prompt_rows)
+        num_tokens = sequence.largest_chunk(budget, rows_left)
         if num_tokens > 0:
-            self._put(step, sequence, start, num_tokens)
+            step.put(sequence, num_tokens)
+            self._waiting.charge(sequence.tenant, num_tokens)
         return num_tokens
-
-    def _put(self, step: ScheduledStep, sequence: Sequence, start: int, num_tokens: int) -> None:
-        end = start + num_tokens
-        step.items.append(ScheduledSequence(sequence, start, num_tokens))
-        sequence.in_flight = True
-        row_of_start = step.num_tokens
-        step.num_tokens += num_tokens
-        if sequence.prompt_logprobs is not None:
-            num_prompt = len(sequence.prompt_tokens)
-            first = num_prompt - sequence.num_prompt_logprobs_missing - 1
-            for position in range(max(start, first), min(end, num_prompt - 1)):
-                step.prompt_rows.append(PromptRow(sequence, position + 1, len(step.logit_rows)))
-                step.logit_rows.append(row_of_start + position - start)
-        if end == len(sequence.tokens) and sequence.params.max_tokens > 0:
-            logit = len(step.logit_rows)
-            step.logit_rows.append(step.num_tokens - 1)
-            step.sample_rows.append(SampleRow(sequence, logit))
-            for sibling in sequence.siblings:
-                step.sample_rows.append(SampleRow(sibling, logit))
-        self._waiting.charge(sequence.tenant, num_tokens)
 
     def _admit(self, step: ScheduledStep, budget: int, now: float) -> None:
         """Let waiting sequences join, in their order; the first that cannot makes all others wait, so that a
@@ -373,11 +358,20 @@ class WorkloadManager:
                 self._waiting.requeue(sibling)
         leader.siblings = []
 
+    def _learn_prompt(self, sequence: Sequence, logprob: TokenLogprob | SampleError) -> None:
+        if sequence.state is SequenceState.FINISHED or sequence.prompt_logprobs is None:
+            return
+        if isinstance(logprob, SampleError):
+            for member in (*sequence.siblings, sequence):
+                self._fail_for_numbers(member, logprob)
+        else:
+            sequence.prompt_logprobs.append(logprob)
+
     def _learn(self, sequence: Sequence, sample: SampledToken | SampleError) -> None:
         if sequence.state is SequenceState.FINISHED:
             return
         if isinstance(sample, SampleError):
-            self._fail(sequence, "sequence_failed", sample.message)
+            self._fail_for_numbers(sequence, sample)
             return
         sequence.append(sample.token)
         finish = check_finish(sequence, self.max_known)
@@ -440,6 +434,11 @@ class WorkloadManager:
         self._outcome.failed.append(SequenceFailed(sequence.sequence_id, code, message))
         self._end(sequence)
 
+    def _fail_for_numbers(self, sequence: Sequence, error: SampleError) -> None:
+        # Whatever spoiled its logits may sit in its blocks: nobody else shall find them.
+        self.kv_cache.forget(sequence.block_table)
+        self._fail(sequence, "sequence_failed", error.message)
+
     def _fail_for_memory(self, sequence: Sequence) -> None:
         cache = self.kv_cache
         message = (
@@ -464,26 +463,13 @@ class WorkloadManager:
             return "queue_full", f"{self.config.max_waiting} sequences are waiting already."
         return None
 
-    def _watch_deadlines(self, sequence: Sequence) -> None:
-        entries = self._deadlines
-        if sequence.deadline_s is not None:
-            heapq.heappush(entries, (sequence.deadline_s, sequence.sequence_id))
-        if self.config.max_wait_s is not None and not sequence.output_tokens:
-            heapq.heappush(entries, (sequence.arrival_s + self.config.max_wait_s, sequence.sequence_id))
-        if len(entries) > 4 * len(self._sequences) + 64:  # mostly of sequences that ended in time
-            self._deadlines = [entry for entry in entries if entry[1] in self._sequences]
-            heapq.heapify(self._deadlines)
-
     def _expire(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            sequence = self._sequences.get(heapq.heappop(self._deadlines)[1])
-            if sequence is None:
+        max_wait_s = self.config.max_wait_s
+        for sequence in self._deadlines.pop_due(now):
+            if sequence.state is SequenceState.FINISHED:
                 continue
-            max_wait_s = self.config.max_wait_s
-            worker = sequence.leader or sequence
             if sequence.deadline_s is not None and sequence.deadline_s <= now:
                 self._fail(sequence, "deadline_exceeded", "The deadline of the request passed.")
-            elif max_wait_s is not None and worker.started_s is None and not sequence.output_tokens:
-                waited_s = now - sequence.arrival_s
-                if waited_s >= max_wait_s:
-                    self._fail(sequence, "queue_timeout", f"Waited {waited_s:.1f} s without getting a turn.")
+            elif max_wait_s is not None and (sequence.leader or sequence).started_s is None:
+                message = f"Waited {now - sequence.arrival_s:.1f} s without getting a turn."
+                self._fail(sequence, "queue_timeout", message)
