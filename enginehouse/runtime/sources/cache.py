@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import shutil
-import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -61,20 +61,22 @@ def locked(name: str, progress: Progress = ignore_progress) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def staging(parent: Path) -> Iterator[Path]:
-    """A temporary directory beside its destination; what is left in it afterwards is removed."""
+def staging(destination: Path) -> Iterator[Path]:
+    """A temporary directory beside `destination`; what is left in it afterwards is removed.
+
+    Also removes what killed processes left there before, so it may be used only under a lock for `destination`.
+    """
+    parent, prefix = destination.parent, f".incomplete-{destination.name}."
     with storage_errors(parent):
         parent.mkdir(parents=True, exist_ok=True)
-        path = Path(tempfile.mkdtemp(prefix=".incomplete-", dir=parent))
+        for leftover in parent.glob(f"{prefix}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        # Not tempfile: its names are private to this user, and a cache may be shared.
+        path = parent / f"{prefix}{uuid.uuid4().hex[:12]}"
+        path.mkdir()
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_leftovers(parent: Path) -> None:
-    """Remove staging directories that killed processes left. Only under the lock that guards `parent`."""
-    for path in parent.glob(".incomplete-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -82,8 +84,8 @@ def publish(staged: Path, destination: Path) -> None:
     """Put a finished staging directory in its place in one step; a damaged one that is there goes away."""
     flush_directory(staged)
     if destination.exists():
-        doomed = Path(tempfile.mkdtemp(prefix=".incomplete-", dir=destination.parent))
-        destination.rename(doomed / destination.name)
+        doomed = destination.with_name(f".incomplete-{destination.name}.{uuid.uuid4().hex[:12]}")
+        destination.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
     staged.rename(destination)
     flush_directory(destination.parent)
@@ -92,13 +94,12 @@ def publish(staged: Path, destination: Path) -> None:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a small file so that readers see the old content or the new, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=".incomplete-", dir=path.parent)
+    temporary = path.with_name(f".incomplete-{path.name}.{uuid.uuid4().hex[:12]}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        Path(temporary).replace(path)
+        temporary.write_bytes(content)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -128,15 +129,21 @@ def storage_errors(path: Path) -> Iterator[None]:
 def describe_storage_error(error: OSError, path: Path) -> SourceError | None:
     """The `SourceError` of an OSError that is about storage, or None for any other."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return SourceError(
-            f"the disk is full: no space left for {path} ({_free(path)} free). Free some space "
-            f"(`enginehouse models rm` removes models) or set {CACHE_VARIABLE} to a directory on another disk"
-        )
+        return describe_disk_full(path)
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return SourceError(
             f"cannot write to {path}: {error.strerror}. Set {CACHE_VARIABLE} to a directory you may write to"
         )
     return None
+
+
+def describe_disk_full(path: Path, needed_bytes: int | None = None) -> SourceError:
+    """The error of a disk without the space for `path`, of which `needed_bytes` may be known."""
+    needs = f"{format_bytes(needed_bytes)} are needed for" if needed_bytes else "no space left for"
+    return SourceError(
+        f"the disk is full: {needs} {path} ({_free(path)} free). Free some space (`enginehouse models rm` removes "
+        f"models) or set {CACHE_VARIABLE} to a directory on another disk"
+    )
 
 
 def _free(path: Path) -> str:

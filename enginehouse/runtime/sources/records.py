@@ -1,0 +1,79 @@
+"""What the cache knows of each fetched source: which files, how long, from where. Read at every start."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from enginehouse.runtime.sources.cache import cache_dir, write_atomically
+
+RECORD_FILE: Final = "source.json"
+
+
+class FetchedFile(msgspec.Struct, frozen=True):
+    """One file of a fetched source."""
+
+    path: str
+    """Absolute, or relative to the record's directory."""
+    num_bytes: int
+    sha256: str | None = None
+    """None when the publisher gave another kind of hash, which was checked when the file was fetched."""
+
+
+class SourceRecord(msgspec.Struct, frozen=True):
+    """A fetched source: `source.json` in its directory of the cache."""
+
+    source: str
+    """In its full form, as `str(source)` gives it."""
+    version: str
+    """Package version or commit that was fetched."""
+    model: str
+    """The .gguf file or the directory to open; absolute, or relative to the record's directory."""
+    files: list[FetchedFile]
+    fetched_at: float = msgspec.field(default_factory=time.time)
+    """Seconds since 1970."""
+
+
+def sources_dir() -> Path:
+    """Where fetched sources are."""
+    return cache_dir() / "sources"
+
+
+def read_record(directory: Path) -> SourceRecord | None:
+    """The record in `directory`, or None when there is none that can be read."""
+    try:
+        return msgspec.json.decode((directory / RECORD_FILE).read_bytes(), type=SourceRecord)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def write_record(directory: Path, record: SourceRecord) -> None:
+    """Store the record; what it lists must be there already."""
+    write_atomically(directory / RECORD_FILE, msgspec.json.format(msgspec.json.encode(record), indent=2))
+
+
+def usable_model(directory: Path) -> Path | None:
+    """The model of the source fetched into `directory`, if all its files are still there at full length."""
+    record = read_record(directory)
+    if record is None:
+        return None
+    for file in record.files:
+        try:
+            if (directory / file.path).stat().st_size != file.num_bytes:
+                return None
+        except OSError:
+            return None
+    return directory / record.model
+
+
+def all_records() -> list[tuple[Path, SourceRecord]]:
+    """Directory and record of everything that has been fetched, by source."""
+    found = []
+    for path in sources_dir().glob(f"*/{RECORD_FILE}"):
+        record = read_record(path.parent)
+        if record is not None:
+            found.append((path.parent, record))
+    return sorted(found, key=lambda item: item[1].source)
