@@ -52,8 +52,10 @@ def locked(name: str, progress: Progress = ignore_progress) -> Iterator[None]:
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            progress("waiting for another process that prepares the same model", 0.0)
+            waiting = "waiting for another process that prepares the same model"
+            progress(waiting, 0.0)
             lock.acquire()
+            progress(waiting, 1.0)
     try:
         yield
     finally:

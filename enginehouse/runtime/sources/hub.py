@@ -51,10 +51,12 @@ def fetch_hub(source: HubSource, directory: Path, progress: Progress) -> Path:
     """
     endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
     with _hub_errors(source, endpoint):
-        progress(f"asking {endpoint} for {source.repository}", 0.0)
+        question = f"asking {endpoint} for {source.repository}"
+        progress(question, 0.0)
         info = HfApi(endpoint=endpoint).model_info(
             source.repository, revision=source.revision, files_metadata=True, timeout=INFO_TIMEOUT_S
         )
+        progress(question, 1.0)
         siblings = {sibling.rfilename: sibling for sibling in info.siblings or []}
         if info.sha is None:
             raise SourceError(f"{endpoint} does not tell the commit of {source}; is it a Hugging Face hub?")

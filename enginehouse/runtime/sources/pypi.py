@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from enginehouse.errors import ChecksumError, SourceError
-from enginehouse.runtime.sources.cache import Progress, describe_disk_full, format_bytes, publish, staging
+from enginehouse.runtime.sources.cache import Progress, describe_disk_full, publish, staging
 from enginehouse.runtime.sources.locations import PyPISource, check_relative
 from enginehouse.runtime.sources.records import FetchedFile, SourceRecord, write_record
 
@@ -112,7 +112,7 @@ def _report_growth(log: Path, stage: Path, what: str, progress: Progress) -> Non
         except FileNotFoundError:  # pip has just moved it
             continue
     fraction = min(1.0, max(sizes, default=0) / total_bytes) if total_bytes else 1.0
-    progress(f"{what} ({format_bytes(total_bytes)})", fraction)
+    progress(what, fraction)
 
 
 def _pip_failure(source: PyPISource, output: str, stage: Path) -> SourceError:
