@@ -1,0 +1,148 @@
+"""The FastAPI application: every route in one list, middleware in one other."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+import enginehouse
+from enginehouse.api import basics, ops
+from enginehouse.api.answering import ApiState, GenerationProtocol, GenerationResponse
+from enginehouse.api.engine_host import EngineHost, StartEngine, start_llm_engine
+from enginehouse.api.errors import install_handlers
+from enginehouse.api.middleware import ApiKeyMiddleware, BodyMiddleware, RequestContextMiddleware
+from enginehouse.api.openai.chat import ChatBody, ChatCompletions
+from enginehouse.api.openai.completions import CompletionBody, Completions
+from enginehouse.api.openai.models import model_list, model_object
+from enginehouse.api.openapi import describe, request_body
+from enginehouse.errors import EnginehouseError
+from enginehouse.observability.metrics import Metrics
+from enginehouse.settings import ServerSettings, Settings
+
+if TYPE_CHECKING:
+    from enginehouse.engine.llm_engine import LLMEngine
+
+_LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+_EXPOSED_HEADERS = ("x-request-id", "retry-after")
+
+
+def create_app(
+    settings: Settings,
+    *,
+    start_engine: StartEngine = start_llm_engine,
+    on_ready: Callable[[LLMEngine], None] | None = None,
+    on_failed: Callable[[EnginehouseError], None] | None = None,
+    on_progress: Callable[[str, float], None] | None = None,
+) -> FastAPI:
+    """An application that serves `settings.model`.
+
+    Its lifespan starts the engine in the background and closes it, so `/health` answers at once and requests get
+    503 `model_loading` until the model is there. `on_ready`, `on_failed` and `on_progress` (which other threads
+    may call too) tell the caller how loading went.
+    """
+    host = EngineHost(
+        settings,
+        start_engine=start_engine,
+        on_ready=on_ready,
+        on_failed=on_failed,
+        on_progress=on_progress,
+    )
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        host.start()
+        try:
+            yield
+        finally:
+            await host.close()
+
+    app = FastAPI(
+        title="Enginehouse",
+        version=enginehouse.__version__,
+        description="An LLM serving system you can run, watch and take apart.",
+        lifespan=lifespan,
+        middleware=_middleware(settings),
+        redirect_slashes=False,
+        redoc_url=None,
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+    )
+    app.state.api = ApiState(host, Metrics(host.snapshots), settings.server)
+    install_handlers(app)
+    app.include_router(ops.router)
+    app.include_router(_models_router(host))
+    _add_generating_routes(app)
+    describe(app)
+    return app
+
+
+def _add_generating_routes(app: FastAPI) -> None:
+    teaching, openai = "teaching", "OpenAI"
+    for protocol, body, tag, summary in (
+        (basics.BasicGenerate(), basics.PromptBody, teaching, "One prompt, one answer"),
+        (basics.Generate(), basics.PromptsBody, teaching, "Several prompts at once"),
+        (basics.GenerateStream(), basics.PromptBody, teaching, "One prompt, an event for each token"),
+        (basics.GenerateVLLM(), basics.PromptsBody, teaching, "The same on the vLLM backend"),
+        (Completions(), CompletionBody, openai, "Continue a text"),
+        (ChatCompletions(), ChatBody, openai, "Answer a conversation"),
+    ):
+        app.add_api_route(
+            protocol.route,
+            _endpoint(protocol),
+            methods=["POST"],
+            response_model=None,
+            response_class=Response,
+            tags=[tag],
+            summary=summary,
+            description=protocol.__doc__ or "",
+            name=protocol.route.strip("/").replace("/", "_"),
+            openapi_extra=request_body(body),
+        )
+
+
+def _endpoint(protocol: GenerationProtocol) -> Callable[[Request], Any]:
+    async def endpoint(request: Request) -> Response:
+        return GenerationResponse(request, protocol)
+
+    return endpoint
+
+
+def _models_router(host: EngineHost) -> APIRouter:
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.get("/v1/models", summary="The models that can be asked for")
+    async def list_models() -> Response:
+        return ops.json_response(model_list(host))
+
+    @router.get("/v1/models/{model_id:path}", summary="One model, and how far its load is")
+    async def get_model(model_id: str) -> Response:
+        host.check_model(model_id)
+        return ops.json_response(model_object(host))
+
+    return router
+
+
+def _middleware(settings: Settings) -> list[Middleware]:
+    """Outermost first."""
+    server: ServerSettings = settings.server
+    keys = [key.get_secret_value() for key in server.api_keys]
+    stack = [
+        Middleware(RequestContextMiddleware, access_log=settings.log.access),
+        Middleware(
+            CORSMiddleware,
+            allow_origins=server.cors_origins,
+            allow_origin_regex=_LOCAL_ORIGIN,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=_EXPOSED_HEADERS,
+        ),
+    ]
+    if keys:
+        stack.append(Middleware(ApiKeyMiddleware, keys=keys))
+    stack.append(Middleware(BodyMiddleware, max_body_bytes=server.max_body_bytes))
+    return stack

@@ -1,0 +1,134 @@
+"""Errors on the wire: every answer that is not a success has OpenAI's error shape and is made here.
+
+| raised | status |
+|---|---|
+| any `EnginehouseError` | its class's `status` and `code`, `Retry-After` when it knows one |
+| `RouteNotFoundError`, `MethodNotAllowedError` | 404, 405 |
+| `UnauthorizedError` | 401 |
+| `PayloadTooLargeError`, `UnsupportedMediaTypeError` | 413, 415 |
+| anything else | 500 without a word about the inside; the log has the traceback and the request id |
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from enginehouse.errors import EnginehouseError, InvalidRequestError
+
+CLIENT_GONE_STATUS = 499
+"""Only ever logged: the client left before the answer was complete."""
+
+
+class RouteNotFoundError(InvalidRequestError):
+    """No route has this path."""
+
+    status = 404
+    code = "route_not_found"
+
+
+class MethodNotAllowedError(InvalidRequestError):
+    """The path exists, for other methods."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
+class PayloadTooLargeError(InvalidRequestError):
+    """The body is larger than `server.max_body_bytes`."""
+
+    status = 413
+    code = "body_too_large"
+
+
+class UnsupportedMediaTypeError(InvalidRequestError):
+    """The body is not declared as JSON."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+class UnauthorizedError(EnginehouseError):
+    """No key, or a key that is not known."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class VLLMBackendMissingError(EnginehouseError):
+    """The route needs the vLLM backend; waiting will not bring it."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "no_capacity"
+    retry = False
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+def error_object(error: EnginehouseError) -> dict[str, Any]:
+    """The `{"error": …}` object of an answer or of an SSE frame."""
+    return {
+        "error": {"message": str(error), "type": error.type, "param": error.param, "code": error.code},
+    }
+
+
+def error_response(error: EnginehouseError) -> Response:
+    """The whole answer for `error`."""
+    headers: dict[str, str] = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if not getattr(error, "retry", True):
+        headers["x-should-retry"] = "false"
+    return Response(
+        msgspec.json.encode(error_object(error)),
+        status_code=error.status,
+        headers=headers,
+        media_type="application/json",
+    )
+
+
+def internal_error(request_id: str) -> EnginehouseError:
+    """What a client is told about a mistake of ours."""
+    return EnginehouseError(f"Internal error. The server's log has it under request id {request_id}.")
+
+
+async def send_error(error: EnginehouseError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer from a middleware, where nothing has been sent yet."""
+    await error_response(error)(scope, receive, send)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Route every error that reaches FastAPI through this module."""
+
+    async def on_enginehouse_error(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, EnginehouseError)
+        return error_response(error)
+
+    async def on_http_exception(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        response = error_response(_from_http_exception(request, error))
+        response.headers.update(error.headers or {})
+        return response
+
+    app.add_exception_handler(EnginehouseError, on_enginehouse_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+
+
+def _from_http_exception(request: Request, error: HTTPException) -> EnginehouseError:
+    """The router raises these for paths and methods it does not know, and for nothing else."""
+    if error.status_code == 405:
+        return MethodNotAllowedError(f"{request.method} is not allowed on {request.url.path}.")
+    if error.status_code == 404:
+        return RouteNotFoundError(f"No route {request.method} {request.url.path}. /docs lists the routes.")
+    return InvalidRequestError(str(error.detail))

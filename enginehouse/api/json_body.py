@@ -1,0 +1,85 @@
+"""Request bodies: bytes in, checked msgspec structs out, or a 400 that names the field.
+
+msgspec rather than Pydantic: one pass in C decodes and checks, strictly (a bool is no int, "1" is no number),
+at a tenth of the cost, and its messages carry the path of the field.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from enginehouse.api.errors import ClientGoneError
+from enginehouse.errors import InvalidRequestError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body. Raises `ClientGoneError`; the size limit is the middleware's."""
+    try:
+        return await request.body()
+    except ClientDisconnect as error:
+        raise ClientGoneError from error
+
+
+def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """Raises `InvalidRequestError` with `param` for any body that is not what `decoder` expects."""
+    try:
+        body.decode("utf-8")
+        return decoder.decode(body)
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"The body is not valid UTF-8 (byte {error.start}).") from error
+    except RecursionError as error:
+        raise InvalidRequestError("The body is nested too deeply.") from error
+    except msgspec.ValidationError as error:
+        _raise_validation(str(error))
+    except msgspec.DecodeError as error:
+        _raise_malformed(body, str(error))
+
+
+def _raise_validation(said: str) -> NoReturn:
+    found = _PATH.search(said)
+    if found is None or not found.group(1):
+        what = _PATH.sub("", said).replace("`", "")
+        raise InvalidRequestError(f"The body is not as it should be: {_lower(what)}.")
+    field = found.group(1).removesuffix("[...]")
+    what = said[: found.start()].replace("`", "").replace(" | null", "")
+    raise InvalidRequestError(f"{field}: {_lower(what)}.", param=field)
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _raise_malformed(body: bytes, said: str) -> NoReturn:
+    """Python's parser takes NaN and Infinity, which JSON has not: then the field can be named."""
+    try:
+        field = _non_finite_field(json.loads(body), "")
+    except (ValueError, RecursionError):
+        field = None
+    if field:
+        raise InvalidRequestError(f"{field}: NaN and infinity are not numbers in JSON.", param=field)
+    raise InvalidRequestError(f"The body is not valid JSON: {_lower(said)}.")
+
+
+def _non_finite_field(value: Any, path: str) -> str | None:
+    if isinstance(value, float) and not math.isfinite(value):
+        return path
+    children: Any = ()
+    if isinstance(value, dict):
+        children = ((f"{path}.{key}" if path else key, child) for key, child in value.items())
+    elif isinstance(value, list):
+        children = ((f"{path}[{index}]", child) for index, child in enumerate(value))
+    for child_path, child in children:
+        found = _non_finite_field(child, child_path)
+        if found:
+            return found
+    return None

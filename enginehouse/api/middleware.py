@@ -1,0 +1,165 @@
+"""Pure ASGI middleware, outermost first: request id, access log and last error boundary; key; body checks.
+
+None of it wraps the request in tasks or streams, so a client's disconnect reaches the route unchanged.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from enginehouse.api.errors import (
+    CLIENT_GONE_STATUS,
+    ClientGoneError,
+    PayloadTooLargeError,
+    UnauthorizedError,
+    UnsupportedMediaTypeError,
+    internal_error,
+    send_error,
+)
+from enginehouse.errors import InvalidRequestError
+
+_log = structlog.stdlib.get_logger("enginehouse.http")
+_ACCEPTABLE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_SCOPE_KEY = "enginehouse.request"
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""Paths that need no key."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What every part of the API may know of a request."""
+
+    request_id: str
+    arrival_s: float
+    """`time.monotonic()`"""
+    arrival_unix_s: float
+
+
+def request_context(scope: Scope) -> RequestContext:
+    """The context that `RequestContextMiddleware` put into the scope."""
+    context = scope[_SCOPE_KEY]
+    assert isinstance(context, RequestContext)
+    return context
+
+
+class RequestContextMiddleware:
+    """Gives each request its id (`x-request-id`, the client's own when it is a plain word), logs its end, and is
+    the outermost loop: what nobody expected is logged with the id and answered with a 500."""
+
+    def __init__(self, app: ASGIApp, *, access_log: bool) -> None:
+        self._app = app
+        self._access_log = access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        offered = Headers(scope=scope).get("x-request-id", "")
+        request_id = offered if _ACCEPTABLE_ID.fullmatch(offered) else f"req_{secrets.token_hex(12)}"
+        context = RequestContext(request_id, time.monotonic(), time.time())
+        scope[_SCOPE_KEY] = context
+        header = (b"x-request-id", request_id.encode("ascii"))
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), header]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientGoneError:
+            status = CLIENT_GONE_STATUS
+        except Exception:  # noqa: BLE001 - the outermost loop: logged with the id and answered
+            _log.exception("unexpected error", request_id=request_id, path=scope["path"])
+            if not status:
+                await send_error(internal_error(request_id), scope, receive, send_with_id)
+        finally:
+            if self._access_log:
+                self._log_access(scope, context, status)
+
+    def _log_access(self, scope: Scope, context: RequestContext, status: int) -> None:
+        client = scope.get("client")
+        _log.info(
+            "access",
+            request_id=context.request_id,
+            client=client[0] if client else None,
+            method=scope["method"],
+            path=scope["path"],
+            status=status or CLIENT_GONE_STATUS,
+            duration_ms=round((time.monotonic() - context.arrival_s) * 1000, 2),
+        )
+
+
+class ApiKeyMiddleware:
+    """Asks for one of `keys` as a bearer token, except on `OPEN_PATHS` and for CORS preflights."""
+
+    def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+            scheme, _, offered = Headers(scope=scope).get("authorization", "").partition(" ")
+            # Every key is compared, so that the time says nothing about which one was close.
+            matches = [hmac.compare_digest(offered.strip().encode(), key) for key in self._keys]
+            if scheme.lower() != "bearer" or not any(matches):
+                what = "Wrong API key." if offered else "No API key: send it as 'Authorization: Bearer KEY'."
+                await send_error(UnauthorizedError(what), scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class BodyMiddleware:
+    """Refuses bodies that are too large (413, at the header when it is honest, else while reading) and POSTs
+    that are not declared as JSON (415)."""
+
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        refusal = self._refusal(headers)
+        if refusal is not None:
+            await send_error(refusal, scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def limited_receive() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                num_bytes += len(message.get("body", b""))
+                if num_bytes > self._max_body_bytes:
+                    raise self._too_large()
+            return message
+
+        await self._app(scope, limited_receive, send)
+
+    def _refusal(self, headers: Headers) -> InvalidRequestError | None:
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._max_body_bytes:
+            return self._too_large()
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json" and not media_type.endswith("+json"):
+            said = f"not '{media_type}'" if media_type else "which this request does not say"
+            return UnsupportedMediaTypeError(f"The body must have content type application/json, {said}.")
+        return None
+
+    def _too_large(self) -> PayloadTooLargeError:
+        return PayloadTooLargeError(f"The body is larger than {self._max_body_bytes} bytes.")
