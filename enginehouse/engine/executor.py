@@ -34,8 +34,10 @@ _STDERR_TAIL_LINES = 30
 _SHUTDOWN_S, _TERMINATE_S = 2.0, 2.0
 # One pool of threads a process: the kernels' own. BLAS would start a second one that fights it.
 _SINGLE_THREADED_BLAS = {
-    name: "1"
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "VECLIB_MAXIMUM_THREADS": "1",
 }
 
 OnReport = Callable[[Report], None]

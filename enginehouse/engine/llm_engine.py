@@ -35,7 +35,7 @@ from enginehouse.engine.messages import (
 from enginehouse.engine.prompt_encoder import PromptEncoder
 from enginehouse.engine.request_stream import RequestStream
 from enginehouse.engine.sampling_params import SamplingParams
-from enginehouse.engine.seeds import sibling_seed
+from enginehouse.engine.sequence import sibling_params
 from enginehouse.engine.stop_strings import StopStringChecker
 from enginehouse.engine.supervisor import Supervisor
 from enginehouse.errors import (
@@ -73,10 +73,12 @@ class LLMEngine:
         self.tokenizer: Tokenizer = model.tokenizer
         self.max_context = model.max_context
         """Tokens of prompt and output that fit."""
-        self._encoder = PromptEncoder(model.tokenizer, model.chat_template, model.max_context)
-        self._admission = Admission(config.batching.max_running, config.max_waiting, time.monotonic)
+        self._encoder = PromptEncoder(model.tokenizer, model.max_context)
+        self._admission = Admission(config.batching.build().max_sequences, config.max_waiting, time.monotonic)
         self._stats = EngineStats()
         self._requests: dict[SequenceId, tuple[ActiveRequest, Choice]] = {}
+        self._nothing_left = asyncio.Event()
+        self._nothing_left.set()
         self._next_id = itertools.count(1)
         self._resumed_total = 0
         self._supervisor = Supervisor(
@@ -197,7 +199,9 @@ class LLMEngine:
         if self._supervisor.state == "closed":
             raise ShuttingDownError("The engine is closed.")
         if self._supervisor.state == "failed":
-            raise NoCapacityError(f"The model's worker is dead: {self._supervisor.detail}", retry_after_s=120.0)
+            raise NoCapacityError(
+                f"The model's worker is dead: {self._supervisor.detail}", retry_after_s=120.0
+            )
 
     def _complete(self, params: SamplingParams, *, num_prompt_tokens: int) -> SamplingParams:
         """Fill in what the caller left open: end tokens, seed, and the room that the context leaves."""
@@ -235,26 +239,32 @@ class LLMEngine:
             choice = Choice(
                 index=index,
                 sequence_id=sequence_id,
-                params=msgspec.structs.replace(params, seed=sibling_seed(params.seed or 0, index)),
+                params=sibling_params(params, index),
                 num_prompt_tokens=len(tokens),
-                detokenizer=Detokenizer(self.tokenizer),
+                detokenizer=Detokenizer(self.tokenizer, prompt_tokens=tokens),
                 stop_strings=StopStringChecker(stop),
                 arrival_s=arrival_s,
             )
             request.choices.append(choice)
             self._requests[sequence_id] = (request, choice)
-        if self.config.max_queue_wait_s is not None:
-            asyncio.get_running_loop().call_later(self.config.max_queue_wait_s, self._expire_queued, request)
+            self._nothing_left.clear()
         return request
 
     # Ends -----------------------------------------------------------------------------------------------------
 
     def _abort(self, sequence_ids: list[SequenceId]) -> None:
         """Forget sequences and free what the worker holds for them; those that have ended are ignored."""
-        known = [sequence_id for sequence_id in sequence_ids if self._requests.pop(sequence_id, None)]
+        known = [sequence_id for sequence_id in sequence_ids if sequence_id in self._requests]
         if known:
-            self._admission.release(len(known))
+            self._forget(known)
             self._supervisor.send(AbortSequences(sequence_ids=known))
+
+    def _forget(self, sequence_ids: list[SequenceId]) -> None:
+        for sequence_id in sequence_ids:
+            del self._requests[sequence_id]
+        self._admission.release(len(sequence_ids))
+        if not self._requests:
+            self._nothing_left.set()
 
     def _fail(self, request: ActiveRequest, error: EnginehouseError) -> None:
         self._abort([choice.sequence_id for choice in request.choices])
@@ -264,17 +274,6 @@ class LLMEngine:
         for request, choice in list(self._requests.values()):
             if choice.sequence_id in self._requests:
                 self._fail(request, error)
-
-    def _expire_queued(self, request: ActiveRequest) -> None:
-        choices = request.choices
-        if choices[0].sequence_id in self._requests and not any(choice.is_started for choice in choices):
-            self._fail(
-                request,
-                QueueTimeoutError(
-                    f"The request did not start within {self.config.max_queue_wait_s:g} s.",
-                    retry_after_s=self._admission.retry_after_s(len(choices)),
-                ),
-            )
 
     # Worker ---------------------------------------------------------------------------------------------------
 
@@ -298,8 +297,7 @@ class LLMEngine:
         for event in choice.apply(output, time.monotonic()):
             request.stream.push(event)
         if choice.is_finished:
-            del self._requests[output.sequence_id]
-            self._admission.release()
+            self._forget([output.sequence_id])
             self._supervisor.note_progress()
             if output.finish_reason is None:  # a stop string, which the worker knows nothing of
                 self._supervisor.send(AbortSequences(sequence_ids=[output.sequence_id]))
@@ -307,7 +305,10 @@ class LLMEngine:
     def _on_failure(self, failure: SequenceFailed) -> None:
         entry = self._requests.get(failure.sequence_id)
         if entry is not None:
-            self._fail(entry[0], _error_of(failure))
+            error = _ERROR_BY_CODE.get(failure.code, SequenceFailedError)(failure.message)
+            if isinstance(error, QueueTimeoutError):
+                error.retry_after_s = self._admission.retry_after_s(len(entry[0].choices))
+            self._fail(entry[0], error)
 
     def _on_death(self, error: WorkerDiedError) -> None:
         for request, choice in list(self._requests.values()):
@@ -349,15 +350,9 @@ class LLMEngine:
         """Let running requests finish for `grace_s`, fail the rest with `ShuttingDownError`, end the worker."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                while self._requests:
-                    await asyncio.sleep(0.02)
+                await self._nothing_left.wait()
         self._fail_all(ShuttingDownError("The server is shutting down."))
         await self._supervisor.close()
-
-
-def _error_of(failure: SequenceFailed) -> EnginehouseError:
-    kind = _ERROR_BY_CODE.get(failure.code, SequenceFailedError)
-    return kind(failure.message)
 
 
 def _error_classes(base: type[EnginehouseError]) -> list[type[EnginehouseError]]:

@@ -13,10 +13,8 @@ _UNLIMITED_V1 = 1 << 60
 
 def available_cpus(cgroup_root: Path = _CGROUP_ROOT, self_cgroup: Path = _SELF_CGROUP) -> int:
     """Processors worth a thread: those of the affinity mask, or the cgroup's quota rounded up when smaller."""
-    if hasattr(os, "sched_getaffinity"):
-        num_cpus = len(os.sched_getaffinity(0))
-    else:
-        num_cpus = os.cpu_count() or 1
+    has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
+    num_cpus = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     quotas = [quota for folder in _cgroup_folders(cgroup_root, self_cgroup) if (quota := _cpu_quota(folder))]
     return max(1, min([num_cpus, *(math.ceil(quota) for quota in quotas)]))
 
@@ -24,7 +22,9 @@ def available_cpus(cgroup_root: Path = _CGROUP_ROOT, self_cgroup: Path = _SELF_C
 def available_memory_bytes(cgroup_root: Path = _CGROUP_ROOT, self_cgroup: Path = _SELF_CGROUP) -> int:
     """Physical memory, or the smallest limit of the cgroups this process is in when smaller."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [limit for folder in _cgroup_folders(cgroup_root, self_cgroup) if (limit := _memory_limit(folder))]
+    limits = [
+        limit for folder in _cgroup_folders(cgroup_root, self_cgroup) if (limit := _memory_limit(folder))
+    ]
     return min([physical, *limits])
 
 

@@ -1,0 +1,239 @@
+"""From logits to tokens, row by row.
+
+The order of operations on a row: repetition penalty (Keskar et al. 2019: positive logits divided, negative ones
+multiplied, for every token of prompt and output), frequency and presence penalty (OpenAI: subtracted per
+occurrence, and once, for tokens of the output), `logit_bias`, end tokens banned before `min_tokens`,
+temperature, top_k, top_p (Holtzman et al. 2019: the smallest set of best tokens that holds at least that
+probability), min_p (at least that share of the best token's probability), and a draw by inversion of the
+cumulative distribution. Log-probabilities are those of the model's own logits, before any of it.
+
+Everything is computed in one row's scratch buffer, so a row's result cannot depend on the others, and a random
+number is a function of (seed, position) only.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from enginehouse.engine.messages import TokenLogprob
+from enginehouse.engine.random_numbers import uniform
+from enginehouse.engine.sampling_params import SamplingParams
+from enginehouse.engine.sequence import SampledToken, SampleError
+
+logger = logging.getLogger(__name__)
+
+GREEDY_BELOW_TEMPERATURE = 1e-5
+"""Below it, every token but the best would underflow anyway."""
+_CHUNK = 64
+
+Logits = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.intp]
+Weights = npt.NDArray[np.float64]
+
+
+class SamplingRow(NamedTuple):
+    """What decides about one row besides its logits."""
+
+    params: SamplingParams
+    prompt_tokens: list[int]
+    output_tokens: list[int]
+    """Its length is the position of the random number."""
+
+
+class Sampler:
+    """Draws tokens. Owns scratch memory of one row; keeps nothing between calls."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        padded = -(-vocab_size // _CHUNK) * _CHUNK
+        self._padded_scores = np.full(padded, -np.inf, dtype=np.float32)
+        self._scores = self._padded_scores[:vocab_size]
+        self._weights = np.zeros(padded, dtype=np.float32)
+
+    def sample(self, logits: Logits, rows: Items[SamplingRow]) -> list[SampledToken | SampleError]:
+        """One result per row of `logits` [num_rows, vocab], which stay as they are."""
+        best = logits.argmax(axis=1).tolist()
+        return [self._sample_alone(logits[i], best[i], row) for i, row in enumerate(rows)]
+
+    def logprob(self, logits: Logits, token: int, num_top: int) -> TokenLogprob | SampleError:
+        """Log-probability of `token` under one row of logits [vocab], with the `num_top` best tokens."""
+        best = float(logits.max())
+        if not math.isfinite(best):
+            return SampleError(_not_finite(best))
+        chosen = self._logprob(logits, best, token, num_top)
+        return TokenLogprob(token, chosen.logprob, chosen.top)
+
+    def _sample_alone(self, logits: Logits, best_token: int, row: SamplingRow) -> SampledToken | SampleError:
+        try:
+            return self._sample_row(logits, best_token, row)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            # A mistake of ours that one row brought to light must not reach the others.
+            logger.exception("sampling failed")
+            return SampleError(f"sampling failed: {error}")
+
+    def _sample_row(self, logits: Logits, best_token: int, row: SamplingRow) -> SampledToken | SampleError:
+        # argmax stops at the first NaN, so a look at the best value tells about the whole row.
+        best = float(logits[best_token])
+        if not math.isfinite(best):
+            return SampleError(_not_finite(best))
+        params = row.params
+        token = best_token
+        if _changes_logits(row):
+            self._adjust(logits, row)
+            token = int(self._scores.argmax())
+            if not math.isfinite(self._scores[token]):
+                return SampleError("biases and bans leave no token to choose")
+        elif not _is_greedy(params):
+            np.copyto(self._scores, logits)
+        if not _is_greedy(params):
+            token = self._draw(params, token, uniform(params.seed or 0, len(row.output_tokens)))
+        if params.logprobs is None:
+            return SampledToken(token)
+        return self._logprob(logits, best, token, params.logprobs)
+
+    # Logits ---------------------------------------------------------------------------------------------------
+
+    def _adjust(self, logits: Logits, row: SamplingRow) -> None:
+        """Fill the scratch row with logits after penalties, biases and bans."""
+        scores, params = self._scores, row.params
+        np.copyto(scores, logits)
+        if params.repetition_penalty != 1.0:
+            seen = np.unique(np.asarray(row.prompt_tokens + row.output_tokens, dtype=np.intp))
+            values = scores[seen]
+            penalty = np.float32(params.repetition_penalty)
+            scores[seen] = np.where(values > 0, values / penalty, values * penalty)
+        if row.output_tokens and (params.frequency_penalty or params.presence_penalty):
+            seen, counts = np.unique(np.asarray(row.output_tokens, dtype=np.intp), return_counts=True)
+            scores[seen] -= (params.frequency_penalty * counts + params.presence_penalty).astype(np.float32)
+        for token, bias in params.logit_bias.items():
+            scores[token] += bias
+        if len(row.output_tokens) < params.min_tokens:
+            scores[list(_end_tokens(params))] = -np.inf
+
+    # Drawing --------------------------------------------------------------------------------------------------
+
+    def _draw(self, params: SamplingParams, best_token: int, number: float) -> int:
+        """A token drawn from the scratch row with the random `number` in [0, 1)."""
+        scores = self._padded_scores
+        scores -= scores[best_token]
+        scores /= np.float32(params.temperature)
+        if 0 < params.top_k < self._vocab_size:
+            ids = _top_ids(scores, params.top_k)
+            weights = np.exp(scores[ids].astype(np.float64))
+        else:
+            np.exp(scores, out=self._weights)
+            if params.top_p == 1.0 and params.min_p == 0.0:
+                return _draw_from_all(self._weights, number)
+            ids, weights = self._likely(params)
+        if params.top_p < 1.0:
+            ids, weights = _nucleus(ids, weights, self._nucleus_mass(params, weights))
+        if params.min_p > 0.0:
+            keep = weights >= params.min_p * weights.max()
+            ids, weights = ids[keep], weights[keep]
+        cumulative = np.cumsum(weights)
+        chosen = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
+        return int(ids[min(chosen, len(ids) - 1)])
+
+    def _likely(self, params: SamplingParams) -> tuple[Ids, Weights]:
+        """A superset of what top_p and min_p keep: without sorting, everything is left out that cannot be in it.
+
+        Tokens below (1 - top_p) / vocab_size of the mass hold less than 1 - top_p together, so the tokens above
+        hold more than top_p; the nucleus is among them.
+        """
+        floor = params.min_p
+        if params.top_p < 1.0:
+            total = float(self._weights.sum(dtype=np.float64))
+            floor = max(floor, 0.999 * (1.0 - params.top_p) * total / self._vocab_size)
+        ids = np.flatnonzero(self._weights >= floor)
+        return ids, self._weights[ids].astype(np.float64)
+
+    def _nucleus_mass(self, params: SamplingParams, weights: Weights) -> float:
+        """Weight the nucleus must reach: a share of what top_k left, or of the whole vocabulary."""
+        if 0 < params.top_k < self._vocab_size:
+            return params.top_p * float(weights.sum())
+        return params.top_p * float(self._weights.sum(dtype=np.float64))
+
+    # Log-probabilities ----------------------------------------------------------------------------------------
+
+    def _logprob(self, logits: Logits, best: float, token: int, num_top: int) -> SampledToken:
+        scores, weights = self._padded_scores, self._weights
+        np.subtract(logits, np.float32(best), out=self._scores)
+        np.exp(scores, out=weights)
+        log_total = math.log(float(weights.sum(dtype=np.float64)))
+        top: list[tuple[int, float]] = []
+        if num_top:
+            ids = _top_ids(scores, min(num_top, self._vocab_size))
+            order = np.argsort(-scores[ids], kind="stable")
+            top = [(int(i), float(scores[i]) - log_total) for i in ids[order]]
+        return SampledToken(token, float(scores[token]) - log_total, top)
+
+
+def _is_greedy(params: SamplingParams) -> bool:
+    return params.temperature < GREEDY_BELOW_TEMPERATURE
+
+
+def _end_tokens(params: SamplingParams) -> tuple[int, ...]:
+    return params.stop_token_ids if params.ignore_eos else params.stop_token_ids + params.eos_token_ids
+
+
+def _changes_logits(row: SamplingRow) -> bool:
+    params = row.params
+    return bool(
+        params.repetition_penalty != 1.0
+        or ((params.presence_penalty or params.frequency_penalty) and row.output_tokens)
+        or params.logit_bias
+        or (len(row.output_tokens) < params.min_tokens and _end_tokens(params))
+    )
+
+
+def _not_finite(best: float) -> str:
+    found = "not a number" if math.isnan(best) else "infinite" if best > 0 else "all minus infinity"
+    return f"the model's logits are {found}"
+
+
+def _top_ids(scores: Logits, k: int) -> Ids:
+    """Ids of the k best scores, ascending; among equals the lowest ids. len(scores) is a multiple of the chunk.
+
+    Each of the k best chunk maxima is a score, so the k-th of them bounds the k-th best score from below: only
+    what reaches it has to be looked at closely.
+    """
+    maxima = scores.reshape(-1, _CHUNK).max(axis=1)
+    if k < len(maxima):
+        floor = np.partition(maxima, len(maxima) - k)[len(maxima) - k]
+        ids = np.flatnonzero(scores >= floor)
+    else:
+        ids = np.arange(len(scores))
+    if len(ids) == k:
+        return ids
+    values = scores[ids]
+    threshold = np.partition(values, len(values) - k)[len(values) - k]
+    above = ids[values > threshold]
+    equal = ids[values == threshold][: k - len(above)]
+    return np.sort(np.concatenate([above, equal]))
+
+
+def _nucleus(ids: Ids, weights: Weights, mass: float) -> tuple[Ids, Weights]:
+    """The fewest best tokens whose weights reach `mass`, best first; among equals the lowest ids."""
+    order = np.argsort(-weights, kind="stable")
+    sorted_weights = weights[order]
+    count = int(np.searchsorted(np.cumsum(sorted_weights), mass, side="left")) + 1
+    return ids[order[:count]], sorted_weights[:count]
+
+
+def _draw_from_all(weights: Logits, number: float) -> int:
+    """Inversion over the whole vocabulary: the chunk first, then the token, which is cheaper than one long sum."""
+    chunks = weights.reshape(-1, _CHUNK)
+    cumulative = np.cumsum(chunks.sum(axis=1, dtype=np.float64))
+    target = number * float(cumulative[-1])
+    chunk = min(int(np.searchsorted(cumulative, target, side="right")), len(cumulative) - 1)
+    before = float(cumulative[chunk - 1]) if chunk else 0.0
+    inner = np.cumsum(chunks[chunk], dtype=np.float64)
+    position = int(np.searchsorted(inner, target - before, side="right"))
+    # Rounding may point behind the last token that has any weight.
+    return chunk * _CHUNK + min(position, int(np.flatnonzero(chunks[chunk])[-1]))

@@ -1,0 +1,86 @@
+"""The worker's end of the socket: two threads move bytes, so that the step loop never waits for a peer."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from enginehouse.engine.messages import Command, FrameReader, Report, decode_command, encode
+
+MAX_UNSENT_BYTES = 64 * 1024 * 1024
+"""Beyond it `emit` does wait: tokens must not be lost, and an API process this far behind is stuck anyway."""
+_RECEIVE_BYTES = 1 << 18
+
+
+class WorkerChannel:
+    """Commands in, reports out.
+
+    Owns the socket. `take` and `emit` are for the step loop's thread. When the API process is gone,
+    `on_disconnect` is called from the reading thread, whatever the step loop is doing.
+    """
+
+    def __init__(self, sock: socket.socket, on_disconnect: Callable[[], None]) -> None:
+        self._socket = sock
+        self._on_disconnect = on_disconnect
+        self._commands: deque[Command] = deque()
+        self._arrived = threading.Condition()
+        self._unsent: deque[bytes] = deque()
+        self._num_unsent_bytes = 0
+        self._unsent_changed = threading.Condition()
+        for name, target in (("reader", self._read), ("writer", self._write)):
+            threading.Thread(target=target, name=f"channel-{name}", daemon=True).start()
+
+    def take(self, timeout_s: float) -> list[Command]:
+        """All commands that have arrived; waits up to `timeout_s` for the first one."""
+        with self._arrived:
+            if not self._commands and timeout_s > 0:
+                self._arrived.wait(timeout_s)
+            commands = list(self._commands)
+            self._commands.clear()
+        return commands
+
+    def emit(self, report: Report) -> None:
+        """Hand over a report to be sent."""
+        frame = encode(report)
+        with self._unsent_changed:
+            while self._num_unsent_bytes > MAX_UNSENT_BYTES:
+                self._unsent_changed.wait()
+            self._unsent.append(frame)
+            self._num_unsent_bytes += len(frame)
+            self._unsent_changed.notify_all()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything emitted has been sent; False when that takes longer than `timeout_s`."""
+        with self._unsent_changed:
+            return self._unsent_changed.wait_for(lambda: self._num_unsent_bytes == 0, timeout_s)
+
+    def _read(self) -> None:
+        frames = FrameReader()
+        try:
+            while data := self._socket.recv(_RECEIVE_BYTES):
+                commands = [decode_command(body) for body in frames.feed(data)]
+                with self._arrived:
+                    self._commands.extend(commands)
+                    self._arrived.notify()
+        except OSError:
+            pass  # a reset connection is as gone as a closed one
+        finally:
+            self._on_disconnect()
+
+    def _write(self) -> None:
+        while True:
+            with self._unsent_changed:
+                while not self._unsent:
+                    self._unsent_changed.wait()
+                frames = b"".join(self._unsent)
+                self._unsent.clear()
+            try:
+                self._socket.sendall(frames)
+            except OSError:
+                self._on_disconnect()
+                return
+            with self._unsent_changed:
+                self._num_unsent_bytes -= len(frames)
+                self._unsent_changed.notify_all()
