@@ -46,7 +46,9 @@ def _SILENT(level: int, text: bytes, data: object) -> None:  # noqa: N802
     pass
 
 
-def decode(ctx: llama.llama_context_p, tokens: list[int], positions: list[int], sequences: list[int], last: bool) -> None:
+def decode(
+    ctx: llama.llama_context_p, tokens: list[int], positions: list[int], sequences: list[int], last: bool
+) -> None:
     """One forward pass; `last` asks for logits of the final row only, otherwise of every row."""
     batch = llama.llama_batch_init(len(tokens), 0, 1)
     batch.n_tokens = len(tokens)
@@ -62,7 +64,9 @@ def decode(ctx: llama.llama_context_p, tokens: list[int], positions: list[int], 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("target", nargs="?")
     parser.add_argument("--quantize", choices=sorted(FILE_TYPES))
