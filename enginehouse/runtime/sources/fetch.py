@@ -16,9 +16,10 @@ def fetch_source(source: Source, progress: Progress = ignore_progress, *, refres
     one. Raises `SourceError` or `ChecksumError`, which say what to do.
     """
     if isinstance(source, LocalSource):
-        return source.path.resolve()
+        return source.path
     key = source_key(source)
     directory = sources_dir() / key
+    refresh = refresh and not source.is_pinned
     if not refresh and (model := usable_model(directory)) is not None:
         return model
     with locked(f"source-{key}", progress):

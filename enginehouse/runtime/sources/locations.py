@@ -38,6 +38,11 @@ class PyPISource:
     member: str | None
     """Path in the wheel of a .gguf file or of a directory; None: the only model in it."""
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it always means the same files."""
+        return self.version is not None
+
     def __str__(self) -> str:
         version = f"=={self.version}" if self.version else ""
         return f"pypi:{self.package}{version}" + (f"#{self.member}" if self.member else "")
@@ -52,6 +57,11 @@ class HubSource:
     """Branch, tag or commit; None is the default branch."""
     file: str | None
     """A .gguf file of the repository; None: its safetensors."""
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it always means the same files: tags can move, commits cannot."""
+        return self.revision is not None and re.fullmatch(r"[0-9a-f]{40}", self.revision) is not None
 
     def __str__(self) -> str:
         revision = f"@{self.revision}" if self.revision else ""
@@ -80,7 +90,7 @@ def parse_source(text: str) -> Source:
         return _parse_hub(text)
     path = Path(text).expanduser()
     if text and path.exists():
-        return LocalSource(path)
+        return LocalSource(path.resolve())
     if re.fullmatch(rf"{_NAME}/{_NAME}", text):
         raise SourceError(f"there is no {text!r} here; a model on the Hugging Face hub is named hf:{text}")
     raise SourceError(f"unknown model {text!r}. A model is {SYNTAX}")
@@ -88,8 +98,11 @@ def parse_source(text: str) -> Source:
 
 def source_key(source: PyPISource | HubSource) -> str:
     """The name of the source's directory in the cache: readable, and unique by a hash."""
-    text = str(source)
-    return f"{slug(text)[:80]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    if isinstance(source, PyPISource):
+        name = f"pypi-{source.package}" + (f"-{source.version}" if source.version else "")
+    else:
+        name = f"hf-{source.repository}" + (f"-{source.revision}" if source.revision else "")
+    return f"{slug(name)[:80]}-{hashlib.sha256(str(source).encode()).hexdigest()[:8]}"
 
 
 def _parse_pypi(text: str) -> PyPISource:

@@ -207,6 +207,8 @@ class _Metadata:
 
 def _shared_config(metadata: _Metadata, file: GGUFFile) -> dict[str, Any]:
     """What every architecture's configuration has."""
+    if file.metadata.get("split.count", 1) not in (0, 1):
+        raise UnsupportedModelError(f"{file.path} is one part of a split GGUF file; join the parts first")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CorruptModelError(f"{file.path} has no tensor 'token_embd.weight'")

@@ -41,15 +41,18 @@ class PreparedModel:
     packed_bytes: int
 
 
-def prepare_model(source: str, precision: Precision, progress: Progress = ignore_progress) -> PreparedModel:
+def prepare_model(
+    source: str, precision: Precision, progress: Progress = ignore_progress, *, refresh: bool = False
+) -> PreparedModel:
     """Fetch the source if needed, pack it if needed, and say where the packed model is.
 
     `progress` is called with what is done and the fraction of it that is done. Packed weights that are damaged,
-    half written or made by another version are made anew. Raises `SourceError`, `ChecksumError`,
-    `CorruptModelError` (of the source) or `UnsupportedModelError`.
+    half written or made by another version are made anew. `refresh` looks for a newer version of a source that
+    does not name one. Raises `SourceError`, `ChecksumError`, `CorruptModelError` (of the source) or
+    `UnsupportedModelError`.
     """
     parsed = parse_source(source)
-    source_path = fetch_source(parsed, progress)
+    source_path = fetch_source(parsed, progress, refresh=refresh)
     if isinstance(parsed, LocalSource) and (source_path / MANIFEST_FILE).is_file():
         return _prepared(source_path, _verified(source_path), str(parsed), source_path)
     source_hash = hash_source(source_path, lambda done: progress(f"checking {source_path.name}", done))
