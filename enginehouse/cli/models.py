@@ -128,13 +128,13 @@ def _print_table(models: list[CachedModel]) -> None:
     table.add_column("FILES", overflow="fold")
     for model in models:
         packed = [f"{format_bytes(copy.num_bytes)} {copy.precision or 'damaged'}" for copy in model.packed]
-        places = [str(place.relative_to(base)) if place.is_relative_to(base) else str(place) for place in _places(model)]
-        name = f"{model.alias}
-{model.source}" if model.alias else model.source
+        places = [
+            str(place.relative_to(base)) if place.is_relative_to(base) else str(place)
+            for place in _places(model)
+        ]
+        name = f"{model.alias}\n{model.source}" if model.alias else model.source
         fetched = format_bytes(model.fetched_bytes) if model.record else "your own"
-        table.add_row(name, fetched, "
-".join(packed) or "-", "
-".join(places))
+        table.add_row(name, fetched, "\n".join(packed) or "-", "\n".join(places))
     Console().print(table)
     total_bytes = sum(model.fetched_bytes + model.packed_bytes for model in models)
     typer.echo(f"\n{format_bytes(total_bytes)} in all; the cache is {base}")

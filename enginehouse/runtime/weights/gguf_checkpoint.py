@@ -183,6 +183,13 @@ class _Metadata:
             raise self._wrong(key, value, "a positive integer")
         return value
 
+    def count(self, key: str) -> int:
+        """A number of things, 0 when the file does not say."""
+        value = self._values.get(key, 0)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self._wrong(key, value, "a number of things")
+        return value
+
     def number(self, key: str, default: float | None = None) -> float:
         """A finite positive number."""
         value = self._values.get(key, default)
@@ -207,12 +214,12 @@ class _Metadata:
 
 def _shared_config(metadata: _Metadata, file: GGUFFile) -> dict[str, Any]:
     """What every architecture's configuration has."""
-    if file.metadata.get("split.count", 1) not in (0, 1):
+    if metadata.count("split.count") > 1:
         raise UnsupportedModelError(f"{file.path} is one part of a split GGUF file; join the parts first")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CorruptModelError(f"{file.path} has no tensor 'token_embd.weight'")
-    if metadata.own("expert_count") in metadata and file.metadata[metadata.own("expert_count")] != 0:
+    if metadata.count(metadata.own("expert_count")) > 0:
         raise UnsupportedModelError(f"{file.path}: mixture-of-experts models are not supported")
     config: dict[str, Any] = {
         "model_type": metadata.architecture,
