@@ -44,6 +44,10 @@ class Checkpoint(Protocol):
         """Hugging Face names of all tensors."""
         ...
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape that `read` gives, without reading. KeyError for an unknown name."""
+        ...
+
     def read(self, name: str) -> FloatArray:
         """One tensor, fp32, in Hugging Face's orientation.
 

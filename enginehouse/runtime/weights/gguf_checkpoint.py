@@ -85,12 +85,16 @@ class GGUFCheckpoint:
         """Hugging Face tensor names."""
         return list(self._gguf_names)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape in Hugging Face's orientation."""
+        shape = self._file.tensors[self._gguf_names[name]].shape
+        return shape[::-1] if self._is_conv1d(name) else shape
+
     def read(self, name: str) -> FloatArray:
         """One tensor in Hugging Face's orientation and RoPE order."""
         values = self._file.read(self._gguf_names[name])
-        if self._architecture == "gpt2":
-            is_conv1d = name.endswith("weight") and (".attn." in name or ".mlp." in name)
-            return np.ascontiguousarray(values.T) if is_conv1d else values
+        if self._is_conv1d(name):
+            return np.ascontiguousarray(values.T)
         if self._architecture == "llama":
             if ".q_proj." in name:
                 return _half_rotation_order(values, self._config["num_attention_heads"])
@@ -105,6 +109,12 @@ class GGUFCheckpoint:
     def close(self) -> None:
         """Unmap the file."""
         self._file.close()
+
+    def _is_conv1d(self, name: str) -> bool:
+        """GPT-2's matrices are [in, out] for Hugging Face and [out, in] in GGUF."""
+        return (
+            self._architecture == "gpt2" and name.endswith("weight") and (".attn." in name or ".mlp." in name)
+        )
 
     def _check_heads(self, path: Path) -> None:
         """Reordering q and k needs whole heads, and must fail here rather than in the middle of packing."""

@@ -13,6 +13,8 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from enginehouse.errors import CorruptModelError
+from enginehouse.runtime.config import ModelConfig
 from enginehouse.runtime.models import Architecture, TensorSpec, architecture_for, load_tensor
 from enginehouse.runtime.ops.layout import LAYOUT_VERSION, PANEL, pack_linear, packed_shapes
 from enginehouse.runtime.packed import (
@@ -50,7 +52,7 @@ def pack(
 
     architecture = architecture_for(checkpoint.config)
     config = architecture.config_from_hf(checkpoint.config)
-    specs = architecture.tensors(config)
+    specs = _wanted_tensors(checkpoint, architecture, config)
     _check_space(directory, packed_bytes(specs, precision))
     # Before the weights: a tokenizer that cannot be read should not cost the time of packing them.
     tokenizer = checkpoint.tokenizer_files()
@@ -81,6 +83,24 @@ def pack(
         file.write(encode_manifest(manifest))
         os.fsync(file.fileno())
     return manifest
+
+
+def _wanted_tensors(
+    checkpoint: Checkpoint, architecture: Architecture, config: ModelConfig
+) -> list[TensorSpec]:
+    """The tensors to pack. A configuration that asks for more weights than there are is refused here, before
+    memory or disk is measured out by it."""
+    names = checkpoint.names()
+    if config.num_layers > len(names):
+        raise CorruptModelError(
+            f"the configuration claims {config.num_layers} layers; there are {len(names)} tensors"
+        )
+    specs = architecture.tensors(config)
+    wanted = sum(math.prod(spec.shape) for spec in specs)
+    found = sum(math.prod(checkpoint.shape(name)) for name in names)
+    if wanted > found:
+        raise CorruptModelError(f"the configuration asks for {wanted} weights; there are {found}")
+    return specs
 
 
 def packed_bytes(specs: list[TensorSpec], precision: Precision) -> int:

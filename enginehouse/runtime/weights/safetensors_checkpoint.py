@@ -53,6 +53,10 @@ class SafetensorsCheckpoint:
         """All tensor names."""
         return list(self._file_of)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape."""
+        return self._files[self._file_of[name]].tensors[name].shape
+
     def read(self, name: str) -> FloatArray:
         """One tensor as it is stored, in fp32."""
         return self._files[self._file_of[name]].read(name)
