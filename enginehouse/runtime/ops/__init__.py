@@ -20,6 +20,7 @@ from enginehouse.runtime.ops.layout import (
     pack_linear,
     unpack_linear,
 )
+from enginehouse.runtime.ops.native import NativeOps
 from enginehouse.runtime.ops.reference import NumpyOps
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "KVMemory",
     "Kernels",
     "LinearWeight",
+    "NativeOps",
     "NumpyOps",
     "Ops",
     "Rope",
@@ -53,6 +55,12 @@ def load(num_threads: int, kernels: Kernels = "auto") -> Ops:
     """
     if kernels == "numpy":
         return NumpyOps(num_threads)
-    if kernels == "native":
-        raise KernelBuildError("the C kernels are not part of this build")
-    return NumpyOps(num_threads)
+    try:
+        return NativeOps(num_threads)
+    except KernelBuildError as error:
+        if kernels == "native":
+            raise
+        logger.warning(
+            "C kernels are not available, computing with numpy: EXPECT 10 TO 50 TIMES LESS SPEED. %s", error
+        )
+        return NumpyOps(num_threads)

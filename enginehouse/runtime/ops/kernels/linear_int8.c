@@ -1,0 +1,55 @@
+// Linear layers in int8: y = Σ over groups, in order, of (scale of a · scale of w) · exact integer dot product.
+//
+// A panel of 16 outputs (24 KiB at 1536 inputs) stays in the first-level cache while all rows pass by in tiles. The
+// floating-point sum over groups has one order in every tile, so a row's bits do not depend on its neighbours.
+#include "dot_int8.h"
+#include "linear.h"
+
+#define PREFETCH_BYTES 4096
+
+EXPORT const char *enginehouse_instruction_set(void) { return DOT_NAME; }
+
+// `rows` is a constant wherever this is inlined.
+ALWAYS_INLINE void int8_tile(int rows, const struct linear_task *task, int64_t panel, int64_t row, bool prefetch) {
+    const struct activation *input = task->input;
+    int64_t num_groups = input->num_groups, width = num_groups * GROUP;
+    const int8_t *weight = (const int8_t *)task->weight->data + panel * width * PANEL;
+    const uint16_t *weight_scale = task->weight->scale + panel * num_groups * PANEL;
+    const float *input_scale = input->scale + row * num_groups;
+    floats total[MAX_DOT_ROWS];
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) total[i] = splat(0.0f);
+    struct dot_group g = {weight, input->quantized + row * width, width, input->sum + row * num_groups, num_groups};
+    for (int64_t group = 0; group < num_groups; group++) {
+        if (prefetch)
+            for (int line = 0; line < GROUP * PANEL; line += 64)
+                __builtin_prefetch(g.weight + PREFETCH_BYTES + line, 0, 3);
+        ints dot[MAX_DOT_ROWS];
+        dot_group(rows, dot, g);
+        floats scale = load_bfloat16(weight_scale + group * PANEL);
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) {
+            floats both = mul(splat(input_scale[i * num_groups + group]), scale);
+            total[i] = fused(to_floats(dot[i]), both, total[i]);
+        }
+        g.weight += GROUP * PANEL;
+        g.input += GROUP;
+        g.input_sum++;
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) finish_outputs(task, row + i, panel, total[i]);
+}
+
+ALWAYS_INLINE void int8_panel(const struct linear_task *task, int64_t panel) {
+    int64_t row = 0;
+    if (DOT_ROWS >= 8)
+        for (; row + 8 <= task->rows; row += 8) int8_tile(8, task, panel, row, row == 0);
+    if (DOT_ROWS >= 4)
+        for (; row + 4 <= task->rows; row += 4) int8_tile(4, task, panel, row, row == 0);
+    for (; row + 2 <= task->rows; row += 2) int8_tile(2, task, panel, row, row == 0);
+    if (row < task->rows) int8_tile(1, task, panel, row, row == 0);
+}
+
+void linear_int8_panels(const struct linear_task *task, int64_t first_panel, int64_t end_panel) {
+    for (int64_t panel = first_panel; panel < end_panel; panel++) int8_panel(task, panel);
+}

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from enginehouse.runtime.ops import KVMemory, LinearWeight, pack_linear, unpack_linear
+from enginehouse.runtime.quantization import (
+    dequantize_weight,
+    from_bf16,
+    quantize_activation,
+    quantize_weight,
+    to_bf16_up,
+)
+
+
+def random(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def test_bfloat16_scales_round_up_and_never_down():
+    values = np.abs(random(1000)) * np.float32(1e-3)
+    rounded = from_bf16(to_bf16_up(values))
+    assert (rounded >= values).all()
+    assert (rounded <= values * np.float32(1 + 2**-7)).all()
+    exact = np.array([0.0, 1.0, 0.5, 2**-20], dtype=np.float32)
+    assert (from_bf16(to_bf16_up(exact)) == exact).all()
+
+
+def test_weight_error_is_at_most_half_a_step_of_its_own_group():
+    weight = random(20, 130)
+    weight[3, 70] = 100  # an outlier must not touch the other groups of its row
+    quantized, scale = quantize_weight(weight)
+    assert quantized.min() >= -127
+    restored = dequantize_weight(quantized, scale)[:, :130]
+    step = np.repeat(from_bf16(scale), 64, axis=1)[:, :130]
+    assert (np.abs(restored - weight) <= step * 0.5001).all()
+    assert step[3, 0] < 0.05
+
+
+def test_zero_weights_and_zero_activations_stay_zero():
+    quantized, scale = quantize_weight(np.zeros((2, 64), np.float32))
+    assert not quantized.any()
+    assert not scale.any()
+    values, scale, sums = quantize_activation(np.zeros((2, 64), np.float32))
+    assert not values.any()
+    assert not scale.any()
+    assert not sums.any()
+
+
+def test_a_group_with_nan_or_infinity_gets_a_nan_scale_and_its_neighbours_do_not():
+    x = random(3, 192)
+    x[0, 70], x[1, 5] = np.nan, np.inf
+    quantized, scale, sums = quantize_activation(x)
+    assert np.isnan(scale).tolist() == [[False, True, False], [True, False, False], [False, False, False]]
+    assert not quantized[0, 64:128].any()
+    assert sums[0, 1] == 0
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 64), (40, 100), (1, 3), (17, 65)])
+def test_packing_fp32_loses_nothing(outputs, inputs):
+    weight = random(outputs, inputs)
+    assert (unpack_linear(LinearWeight.from_float(weight, "fp32")) == weight).all()
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 64), (40, 100), (1, 3), (17, 65)])
+def test_packing_int8_keeps_exactly_the_quantised_values(outputs, inputs):
+    weight = random(outputs, inputs)
+    expected = dequantize_weight(*quantize_weight(weight))[:, :inputs]
+    assert (unpack_linear(LinearWeight.from_float(weight, "int8")) == expected).all()
+
+
+def test_packed_int8_bytes_are_sixteen_outputs_by_four_inputs():
+    weight = np.zeros((32, 128), np.float32)
+    weight[18, 70] = 1.0
+    arrays = pack_linear(weight, "int8")
+    assert arrays["data"].shape == (2, 32, 16, 4)
+    assert arrays["data"][1, 17, 2, 2] > 100
+    assert np.count_nonzero(arrays["data"]) == 1
+
+
+def test_wrong_shapes_are_refused():
+    arrays = pack_linear(random(16, 64), "int8")
+    with pytest.raises(ValueError, match="expected"):
+        LinearWeight(arrays["data"], arrays["scale"], None, 16, 128, "int8")
+    with pytest.raises(ValueError, match="bias"):
+        LinearWeight(arrays["data"], arrays["scale"], random(15), 16, 64, "int8")
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_kv_memory_starts_as_zeros_and_copies_blocks_in_every_layer(dtype):
+    memory = KVMemory(3, 5, 2, 24, dtype)
+    for index, layer in enumerate(memory.layers):
+        assert layer.k.shape == (5, 2, 24, 32)
+        assert layer.v.shape == (5, 2, 32, 32)
+        assert not layer.k.any()
+        layer.k[1], layer.v[1] = index + 1, -index - 1
+    memory.copy_block(1, 4)
+    for index, layer in enumerate(memory.layers):
+        assert (layer.k[4] == index + 1).all()
+        assert (layer.v[4] == -index - 1).all()
+        assert not layer.k[3].any()
