@@ -16,7 +16,7 @@ from enginehouse.api import basics, ops
 from enginehouse.api.answering import ApiState, GenerationProtocol, GenerationResponse
 from enginehouse.api.engine_host import EngineHost, StartEngine, start_llm_engine
 from enginehouse.api.errors import install_handlers
-from enginehouse.api.middleware import ApiKeyMiddleware, BodyMiddleware, RequestContextMiddleware
+from enginehouse.api.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestContextMiddleware
 from enginehouse.api.openai.chat import ChatBody, ChatCompletions
 from enginehouse.api.openai.completions import CompletionBody, Completions
 from enginehouse.api.openai.models import model_list, model_object
@@ -144,5 +144,5 @@ def _middleware(settings: Settings) -> list[Middleware]:
     ]
     if keys:
         stack.append(Middleware(ApiKeyMiddleware, keys=keys))
-    stack.append(Middleware(BodyMiddleware, max_body_bytes=server.max_body_bytes))
+    stack.append(Middleware(BodyLimitMiddleware, max_body_bytes=server.max_body_bytes))
     return stack

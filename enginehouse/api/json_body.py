@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from enginehouse.api.errors import ClientGoneError
+from enginehouse.api.errors import ClientGoneError, UnsupportedMediaTypeError
 from enginehouse.errors import InvalidRequestError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -23,7 +23,14 @@ _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises `ClientGoneError`; the size limit is the middleware's."""
+    """The whole body, its size limited by the middleware.
+
+    Raises `UnsupportedMediaTypeError` when it is not declared as JSON, and `ClientGoneError`.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        said = f"not '{media_type[:100]}'" if media_type else "which this request does not say"
+        raise UnsupportedMediaTypeError(f"The body must have content type application/json, {said}.")
     try:
         return await request.body()
     except ClientDisconnect as error:
@@ -56,7 +63,7 @@ def _raise_validation(said: str) -> NoReturn:
 
 
 def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
+    return text if text[:2].isupper() else text[:1].lower() + text[1:]
 
 
 def _raise_malformed(body: bytes, said: str) -> NoReturn:

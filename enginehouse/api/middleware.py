@@ -1,4 +1,4 @@
-"""Pure ASGI middleware, outermost first: request id, access log and last error boundary; key; body checks.
+"""Pure ASGI middleware, outermost first: request id, access log and last error boundary; key; body size.
 
 None of it wraps the request in tasks or streams, so a client's disconnect reaches the route unchanged.
 """
@@ -21,11 +21,9 @@ from enginehouse.api.errors import (
     ClientGoneError,
     PayloadTooLargeError,
     UnauthorizedError,
-    UnsupportedMediaTypeError,
     internal_error,
     send_error,
 )
-from enginehouse.errors import InvalidRequestError
 
 _log = structlog.stdlib.get_logger("enginehouse.http")
 _ACCEPTABLE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -121,9 +119,8 @@ class ApiKeyMiddleware:
         await self._app(scope, receive, send)
 
 
-class BodyMiddleware:
-    """Refuses bodies that are too large (413, at the header when it is honest, else while reading) and POSTs
-    that are not declared as JSON (415)."""
+class BodyLimitMiddleware:
+    """Refuses bodies that are too large with 413: at the header when it is honest, else while reading."""
 
     def __init__(self, app: ASGIApp, *, max_body_bytes: int) -> None:
         self._app = app
@@ -133,10 +130,9 @@ class BodyMiddleware:
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        refusal = self._refusal(headers)
-        if refusal is not None:
-            await send_error(refusal, scope, receive, send)
+        length = Headers(scope=scope).get("content-length", "0")
+        if length.isdecimal() and int(length) > self._max_body_bytes:
+            await send_error(self._too_large(), scope, receive, send)
             return
         num_bytes = 0
 
@@ -150,16 +146,6 @@ class BodyMiddleware:
             return message
 
         await self._app(scope, limited_receive, send)
-
-    def _refusal(self, headers: Headers) -> InvalidRequestError | None:
-        length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > self._max_body_bytes:
-            return self._too_large()
-        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if media_type != "application/json" and not media_type.endswith("+json"):
-            said = f"not '{media_type}'" if media_type else "which this request does not say"
-            return UnsupportedMediaTypeError(f"The body must have content type application/json, {said}.")
-        return None
 
     def _too_large(self) -> PayloadTooLargeError:
         return PayloadTooLargeError(f"The body is larger than {self._max_body_bytes} bytes.")

@@ -64,7 +64,18 @@ class TokenTexts:
                 token.text, self._released = self._cut(len(token.text))
                 shown += waiting
                 waiting = []
+        if self._released and not self._pending and any(token.raw for token in waiting):
+            shown += self._end_character(waiting)
         self._pending.extendleft(reversed(waiting))
+        return shown
+
+    def _end_character(self, waiting: list[TokenText]) -> list[TokenText]:
+        """Text that no token wrote whole is a replacement for a character that never ended: the last token of it
+        gets the text. `waiting` keeps what comes after."""
+        last = max(number for number, token in enumerate(waiting) if token.raw)
+        waiting[last].text, self._released = self._released, ""
+        shown = waiting[: last + 1]
+        del waiting[: last + 1]
         return shown
 
     def finish(self) -> tuple[list[TokenText], list[TokenText]]:
@@ -75,13 +86,9 @@ class TokenTexts:
         self._pending.clear()
         while rest and self._released:
             token = rest.pop(0)
-            # A character that never became whole is shown as a replacement, written by its last token.
-            owner = not any(later.raw for later in rest) or bool(token.text)
-            if owner:
-                visible = self._released if not token.text else self._released[: len(token.text)]
-                if len(visible) < len(token.text):
-                    token.raw = visible.encode()
-                token.text, self._released = visible, self._released[len(visible) :]
+            if token.text:  # a stop string begins inside this token
+                token.text, self._released = self._released, ""
+                token.raw = token.text.encode()
             shown.append(token)
         return shown, rest
 
