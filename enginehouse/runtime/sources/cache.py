@@ -132,7 +132,7 @@ def describe_storage_error(error: OSError, path: Path) -> SourceError | None:
     """The `SourceError` of an OSError that is about storage, or None for any other."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return describe_disk_full(path)
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
         return SourceError(
             f"cannot write to {path}: {error.strerror}. Set {CACHE_VARIABLE} to a directory you may write to"
         )

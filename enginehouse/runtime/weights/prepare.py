@@ -55,7 +55,8 @@ def prepare_model(
     source_path = fetch_source(parsed, progress, refresh=refresh)
     if isinstance(parsed, LocalSource) and (source_path / MANIFEST_FILE).is_file():
         return _prepared(source_path, _verified(source_path), str(parsed), source_path)
-    source_hash = hash_source(source_path, lambda done: progress(f"checking {source_path.name}", done))
+    with storage_errors(cache_dir()):
+        source_hash = hash_source(source_path, lambda done: progress(f"checking {source_path.name}", done))
     name = packed_name(source_hash, precision)
     path = packed_dir() / name
     manifest = _usable(path)
