@@ -22,6 +22,8 @@ class TokenText:
     text: str
     raw: bytes
     logprob: TokenLogprob | None
+    num_open_bytes: int
+    """Bytes of a character that has not ended with this token."""
 
 
 class TokenTexts:
@@ -34,19 +36,26 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
+        self._strip_space = tokenizer.strip_leading_space
         self._pending: deque[TokenText] = deque()
+        """Tokens whose text is not released yet."""
+        self._held: list[TokenText] = []
+        """Tokens whose text is released, but which began a character that a later token may end."""
         self._released = ""
+        """Released text that belongs to the first of `_pending`, which has more."""
 
     def push(self, tokens: list[int], logprobs: list[TokenLogprob] | None = None) -> None:
         """Add tokens, with their log-probabilities when there are any."""
         for position, token in enumerate(tokens):
-            special = token in self._tokenizer.special_token_ids
-            raw = b"" if special else self._tokenizer.token_bytes(token)
+            raw = b""
+            if token not in self._tokenizer.special_token_ids:
+                raw = self._tokenizer.token_bytes(token)
+            if self._strip_space and raw:
+                raw, self._strip_space = raw.removeprefix(b" "), False
             text = self._detokenizer.push((token,))
-            if raw.startswith(b" ") and not text.startswith(" "):
-                raw = raw[1:]  # the space that decoding strips at the start of a text
+            num_open_bytes = self._detokenizer.num_pending_bytes
             logprob = logprobs[position] if logprobs else None
-            self._pending.append(TokenText(token, text, raw, logprob))
+            self._pending.append(TokenText(token, text, raw, logprob, num_open_bytes))
 
     def release(self, text: str) -> list[TokenText]:
         """Tokens whose whole text may be shown, now that `text` more of the choice may.
@@ -56,41 +65,42 @@ class TokenTexts:
         """
         self._released += text
         shown: list[TokenText] = []
-        waiting: list[TokenText] = []
         while self._pending and len(self._pending[0].text) <= len(self._released):
             token = self._pending.popleft()
-            waiting.append(token)
+            length = len(token.text)
+            token.text, self._released = self._released[:length], self._released[length:]
             if token.text:
-                token.text, self._released = self._cut(len(token.text))
-                shown += waiting
-                waiting = []
-        if self._released and not self._pending and any(token.raw for token in waiting):
-            shown += self._end_character(waiting)
-        self._pending.extendleft(reversed(waiting))
-        return shown
-
-    def _end_character(self, waiting: list[TokenText]) -> list[TokenText]:
-        """Text that no token wrote whole is a replacement for a character that never ended: the last token of it
-        gets the text. `waiting` keeps what comes after."""
-        last = max(number for number, token in enumerate(waiting) if token.raw)
-        waiting[last].text, self._released = self._released, ""
-        shown = waiting[: last + 1]
-        del waiting[: last + 1]
+                shown += self._held
+                self._held = []
+            self._held.append(token)
+            if token.text and not token.num_open_bytes:
+                shown += self._held
+                self._held = []
+        if self._released and not self._pending:
+            shown += self._end_character()
         return shown
 
     def finish(self) -> tuple[list[TokenText], list[TokenText]]:
         """What is left at the end: tokens that wrote the rest of the released text, and tokens that wrote nothing
         (the end of a stop string, the token that ended the output)."""
-        shown: list[TokenText] = []
-        rest = list(self._pending)
+        rest = [*self._held, *self._pending]
+        if self._released:  # a stop string begins inside the first token that is pending
+            cut = self._pending[0]
+            cut.text = self._released
+            cut.raw = cut.text.encode()
+            num_shown = len(self._held) + 1
+        else:
+            num_shown = max((n + 1 for n, token in enumerate(self._held) if token.text), default=0)
+            for token in rest[:num_shown]:  # at most the last: its open character is not shown
+                token.raw = token.raw[: len(token.raw) - token.num_open_bytes] if token.text else token.raw
         self._pending.clear()
-        while rest and self._released:
-            token = rest.pop(0)
-            if token.text:  # a stop string begins inside this token
-                token.text, self._released = self._released, ""
-                token.raw = token.text.encode()
-            shown.append(token)
-        return shown, rest
+        self._held, self._released = [], ""
+        return rest[:num_shown], rest[num_shown:]
 
-    def _cut(self, length: int) -> tuple[str, str]:
-        return self._released[:length], self._released[length:]
+    def _end_character(self) -> list[TokenText]:
+        """Text that no token wrote whole stands for a character that never ended; its last token gets it."""
+        last = max(number for number, token in enumerate(self._held) if token.raw)
+        self._held[last].text += self._released
+        self._released = ""
+        shown, self._held = self._held[: last + 1], self._held[last + 1 :]
+        return shown
