@@ -130,14 +130,26 @@ class ChatTemplate:
         return copy
 
     def _first_success(self, given: dict[str, Any], run: Callable[[dict[str, Any]], T]) -> T:
-        """Run with arguments of tool calls as objects, which most templates expect, else as the text they are."""
-        parsed = {**given, "messages": [_with_parsed_arguments(m) for m in given["messages"]]}
-        try:
-            return run(parsed)
-        except TemplateError as error:
-            if parsed["messages"] == given["messages"] or not isinstance(error.__cause__, TypeError):
-                raise
-        return run(given)
+        """Run on the first form of the messages that the template can take, and report the first error if none.
+
+        Templates disagree about tool calls: most want arguments as objects, some the text they came as, and some
+        want a content, though empty, beside them.
+        """
+        messages: list[dict[str, Any]] = given["messages"]
+        forms = [[_with_parsed_arguments(message) for message in messages], messages]
+        forms += [[{"content": "", **message} for message in form] for form in forms]
+        first_error: TemplateError | None = None
+        for i, form in enumerate(forms):
+            if form in forms[:i]:
+                continue
+            try:
+                return run({**given, "messages": form})
+            except TemplateError as error:
+                first_error = first_error or error
+                if not isinstance(error.__cause__, TypeError | jinja2.UndefinedError):
+                    break
+        assert first_error is not None
+        raise first_error
 
     def _run(self, given: dict[str, Any], add_generation_prompt: bool) -> str:
         context = {**self._special_tokens, **given, "add_generation_prompt": add_generation_prompt}

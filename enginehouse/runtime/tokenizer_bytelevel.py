@@ -51,19 +51,19 @@ def _pattern(pattern: str) -> Json:
 
 
 PRE_TOKENIZERS: dict[str, Json] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "jina-en", "mpt", "gigachat", "gpt2"), _GPT_2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _SINGLE_DIGITS),
+    **dict.fromkeys(("gpt-2", "phi-2"), _GPT_2),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), _SINGLE_DIGITS),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "smaug-bpe"), _pattern(_LLAMA_3)
     ),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), _pattern(_QWEN_2)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _pattern(_QWEN_2)),
     "tekken": _pattern(_TEKKEN),
     "default": _DEFAULT,
 }
 # Families that take a pre-token found in the vocabulary as it is, without looking at the merges.
 IGNORE_MERGES = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"})
-# Families whose tokenizers compose characters first.
-_NFC = frozenset({"qwen2", "deepseek-r1-qwen", "megrez"})
+# The family whose tokenizer composes characters (NFC) first.
+_NFC = frozenset({"qwen2"})
 
 
 def byte_level_document(

@@ -233,11 +233,15 @@ def _mark_special(imported: ImportedTokenizer, ids: set[int | None]) -> None:
 
 
 def _add_ends(imported: ImportedTokenizer, files: _Files) -> None:
-    """What the model expects around a text: tokenizer_config.json's word, else the document's post-processor."""
+    """What the model expects around a text: as tokenizer.json's post-processor says, where there is that file
+    (Transformers lets it win over tokenizer_config.json), else as tokenizer_config.json says."""
     add_bos, add_eos = files.config.get("add_bos_token"), files.config.get("add_eos_token")
-    if add_bos is None and add_eos is None:
+    if files.has("tokenizer.json"):
         imported.prefix_ids, imported.suffix_ids = _post_processor_ends(imported.tokenizer_json)
         return
+    if add_bos is None:
+        # SentencePiece models were trained with bos; GPT-2 was not.
+        add_bos = imported.kind == "sentencepiece"
     if add_bos and imported.bos_token_id is not None:
         imported.prefix_ids = [imported.bos_token_id]
     eos = vocabulary(imported.tokenizer_json).get(imported.special_tokens.get("eos_token", ""))
@@ -251,9 +255,8 @@ def _post_processor_ends(document: Json) -> tuple[list[int], list[int]]:
 
     probe = dict(document, truncation=None, padding=None)
     try:
-        backend = Backend.from_str(json.dumps(probe))
-    # The library raises plain Exception for every defect of the document.
-    except Exception as error:
+        backend = Backend.from_buffer(json.dumps(probe).encode())
+    except ValueError as error:
         raise CorruptModelError(f"tokenizer.json is damaged: {error}") from error
     encoding = backend.encode("a", add_special_tokens=True)
     mask: list[int] = encoding.special_tokens_mask
@@ -273,6 +276,10 @@ def _chat_templates(files: _Files) -> dict[str, str]:
         templates["default"] = configured
     elif isinstance(configured, list):
         templates.update({str(entry["name"]): str(entry["template"]) for entry in configured})
+    if "default" not in templates and isinstance(
+        in_file := files.json("chat_template.json").get("chat_template"), str
+    ):
+        templates["default"] = in_file
     if files.has("chat_template.jinja"):
         templates["default"] = files.text("chat_template.jinja")
     for path in sorted((files.directory / "additional_chat_templates").glob("*.jinja")):

@@ -43,14 +43,13 @@ class ImportedTokenizer:
         """Write both files. Raises `CorruptModelError` when the `tokenizers` library refuses the result."""
         from tokenizers import Tokenizer as Backend
 
-        document = json.dumps(self.tokenizer_json, ensure_ascii=False)
+        document = json.dumps(self.tokenizer_json, ensure_ascii=False).encode()
         try:
-            Backend.from_str(document)
-        # The library raises plain Exception for every defect of the document.
-        except Exception as error:
+            Backend.from_buffer(document)
+        except ValueError as error:
             raise CorruptModelError(f"the model's tokenizer is damaged: {error}") from error
         out_dir.mkdir(parents=True, exist_ok=True)
-        (out_dir / TOKENIZER_FILE).write_text(document, encoding="utf-8")
+        (out_dir / TOKENIZER_FILE).write_bytes(document)
         (out_dir / META_FILE).write_bytes(msgspec.json.encode(self._meta()))
 
     def _meta(self) -> TokenizerMeta:
