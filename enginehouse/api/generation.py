@@ -171,7 +171,8 @@ class Generation:
             self.usage.cached_tokens += event.cached_tokens
             self._record.cached_tokens = self.usage.cached_tokens
         if self.call.wants_tokens:
-            self._texts[index] = TokenTexts(self.engine.tokenizer)
+            prompt_tokens = self.streams[index // self.call.n].prompt_token_ids
+            self._texts[index] = TokenTexts(self.engine.tokenizer, prompt_tokens)
         self._record.first_token_s = self._record.first_token_s or time.monotonic()
         return Delta(index, event.sequence_id, started=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,10 +34,13 @@ class TokenTexts:
     `finish` gives what is left.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_tokens: Sequence[int] = ()) -> None:
+        """`prompt_tokens`: what the text continues, as the engine's own detokenizer was told."""
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer)
-        self._strip_space = tokenizer.strip_leading_space
+        self._detokenizer = Detokenizer(tokenizer, prompt_tokens=prompt_tokens)
+        self._strip_space = tokenizer.strip_leading_space and all(
+            token in tokenizer.special_token_ids for token in prompt_tokens
+        )
         self._pending: deque[TokenText] = deque()
         """Tokens whose text is not released yet."""
         self._held: list[TokenText] = []
@@ -87,7 +91,7 @@ class TokenTexts:
         if self._released:  # a stop string begins inside the first token that is pending
             cut = self._pending[0]
             cut.text = self._released
-            cut.raw = cut.text.encode()
+            cut.raw = _cut_bytes(self._open_bytes(), cut.raw, cut.text)
             num_shown = len(self._held) + 1
         else:
             num_shown = max((n + 1 for n, token in enumerate(self._held) if token.text), default=0)
@@ -97,6 +101,12 @@ class TokenTexts:
         self._held, self._released = [], ""
         return rest[:num_shown], rest[num_shown:]
 
+    def _open_bytes(self) -> bytes:
+        """The beginning of a character that the held tokens left to the next."""
+        num_open_bytes = self._held[-1].num_open_bytes if self._held else 0
+        held = b"".join(token.raw for token in self._held)
+        return held[len(held) - num_open_bytes :]
+
     def _end_character(self) -> list[TokenText]:
         """Text that no token wrote whole stands for a character that never ended; its last token gets it."""
         last = max(number for number, token in enumerate(self._held) if token.raw)
@@ -104,3 +114,11 @@ class TokenTexts:
         self._released = ""
         shown, self._held = self._held[: last + 1], self._held[last + 1 :]
         return shown
+
+
+def _cut_bytes(before: bytes, raw: bytes, text: str) -> bytes:
+    """The shortest beginning of `raw` that, after `before`, writes `text`."""
+    for end in range(len(raw)):
+        if (before + raw[:end]).decode("utf-8", "replace") == text:
+            return raw[:end]
+    return raw

@@ -34,15 +34,16 @@ class Spelling:
     ends_with_eos=st.booleans(),
     strip=st.booleans(),
     group=st.integers(1, 3),
+    prompt=st.lists(st.sampled_from([EOS, 1, 3, 9]), max_size=2),
 )
 def test_pieces_join_to_the_text(
-    tokens: list[int], stops: list[str], ends_with_eos: bool, strip: bool, group: int
+    tokens: list[int], stops: list[str], ends_with_eos: bool, strip: bool, group: int, prompt: list[int]
 ) -> None:
     """Feeds tokens as the engine does: one at a time through detokenizer and stop check, delivered in groups."""
     tokenizer = Spelling(strip)
-    detokenizer = Detokenizer(tokenizer)  # type: ignore[arg-type]
+    detokenizer = Detokenizer(tokenizer, prompt_tokens=prompt)  # type: ignore[arg-type]
     checker = StopStringChecker(tuple(stops))
-    texts = TokenTexts(tokenizer)  # type: ignore[arg-type]
+    texts = TokenTexts(tokenizer, prompt)  # type: ignore[arg-type]
     visible, shown, used = "", [], []
     queue: list[tuple[list[int], str]] = []
     matched = None
