@@ -50,6 +50,8 @@ logger = logging.getLogger("enginehouse.worker")
 
 HEARTBEAT_INTERVAL_S = 1.0
 _FLUSH_S = 2.0
+_SWITCH_INTERVAL_S = 0.0005
+"""How long the step loop may keep the channel's threads waiting for the interpreter; Python's 5 ms are a step."""
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
@@ -209,6 +211,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _terminate)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     np.seterr(all="ignore")  # infinities are part of sampling; NaN is looked for where it matters
     config = msgspec.json.decode(arguments[1], type=WorkerConfig)
     channel = WorkerChannel(socket.socket(fileno=int(arguments[0])), on_disconnect=lambda: os._exit(0))

@@ -7,6 +7,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from enginehouse.engine.messages import Command, FrameReader, Report, decode_command, encode
 
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
@@ -25,6 +27,7 @@ class WorkerChannel:
         self._socket = sock
         self._on_disconnect = on_disconnect
         self._commands: deque[Command] = deque()
+        self._garbled: Exception | None = None
         self._arrived = threading.Condition()
         self._unsent: deque[bytes] = deque()
         self._num_unsent_bytes = 0
@@ -33,10 +36,17 @@ class WorkerChannel:
             threading.Thread(target=target, name=f"channel-{name}", daemon=True).start()
 
     def take(self, timeout_s: float) -> list[Command]:
-        """All commands that have arrived; waits up to `timeout_s` for the first one."""
+        """All commands that have arrived; waits up to `timeout_s` for the first one.
+
+        Raises `ValueError` when something has arrived that is no command.
+        """
         with self._arrived:
-            if not self._commands and timeout_s > 0:
+            if not self._commands and timeout_s > 0 and self._garbled is None:
                 self._arrived.wait(timeout_s)
+            if self._garbled is not None:
+                raise ValueError(
+                    f"the API process sent what is no command: {self._garbled}"
+                ) from self._garbled
             commands = list(self._commands)
             self._commands.clear()
         return commands
@@ -64,10 +74,14 @@ class WorkerChannel:
                 with self._arrived:
                     self._commands.extend(commands)
                     self._arrived.notify()
+        except (ValueError, msgspec.MsgspecError) as error:
+            with self._arrived:
+                self._garbled = error
+                self._arrived.notify()
+            return
         except OSError:
             pass  # a reset connection is as gone as a closed one
-        finally:
-            self._on_disconnect()
+        self._on_disconnect()
 
     def _write(self) -> None:
         while True:

@@ -1,0 +1,401 @@
+"""The worker as a process: how it starts, dies, hangs, is resumed, and never outlives its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from enginehouse.engine import LLMEngine, SamplingParams
+from enginehouse.engine.engine_loading import load_model, plan_worker
+from enginehouse.engine.messages import Fatal, FrameReader, Heartbeat, Loading, Ready, decode_report
+from enginehouse.errors import EnginehouseError, ModelLoadFailedError, NoCapacityError, WorkerDiedError
+from tests.worker.conftest import StartEngine, engine_config
+from tests.worker.driving import ask, ask_one, eventually
+from tests.worker.test_same_tokens import answer_all, outputs, questions
+
+LONG = SamplingParams(max_tokens=400, temperature=1.0, seed=3, ignore_eos=True)
+
+
+def worker_of(engine: LLMEngine) -> psutil.Process:
+    pid = engine.health().worker_pid
+    assert pid is not None
+    return psutil.Process(pid)
+
+
+# Death and resumption -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSEGV])
+async def test_killed_worker_is_replaced_and_streams_go_on(start_engine: StartEngine, kill: int) -> None:
+    engine = await start_engine()
+    lone = await start_engine()
+    work = questions()
+    sampled = SamplingParams(max_tokens=120, temperature=1.0, seed=8, logprobs=1, ignore_eos=True)
+    wanted = outputs(await answer_all(lone, work)) + outputs(await ask(lone, [5, 6, 7], sampled, n=3))
+    first_pid = engine.health().worker_pid
+    running = asyncio.gather(answer_all(engine, work), ask(engine, [5, 6, 7], sampled, n=3))
+    await eventually(lambda: engine.stats().steps_total > 8, "streams are under way")
+    worker_of(engine).send_signal(kill)
+    await eventually(lambda: engine.health().state != "ready", "the death is noticed", timeout_s=2)
+    assert engine.health().detail
+    answers, choices = await running
+    assert outputs(answers) + outputs(choices) == wanted
+    health = engine.health()
+    assert health.worker_pid != first_pid
+    assert health.restarts_total == 1
+    assert health.resumed_sequences_total > 0
+    assert health.state == "ready"
+
+
+async def test_a_sequence_in_two_crashes_fails_and_the_engine_goes_on(start_engine: StartEngine) -> None:
+    engine = await start_engine()
+    answer = asyncio.create_task(ask_one(engine, [5, 6], LONG))
+    for crash in range(2):
+        await eventually(
+            lambda crash=crash: (  # type: ignore[misc]
+                engine.health().state == "ready" and engine.health().restarts_total == crash
+            ),
+            "a worker runs",
+        )
+        worker_of(engine).kill()
+        await eventually(lambda: engine.health().state != "ready", "the death is noticed")
+    with pytest.raises(WorkerDiedError, match="signal 9"):
+        await answer
+    await eventually(lambda: engine.health().state == "ready", "it is back")
+    assert len((await ask_one(engine, [5, 6], LONG)).token_ids) == 400
+
+
+async def test_requests_during_a_restart_wait_for_it(start_engine: StartEngine) -> None:
+    engine = await start_engine()
+    worker_of(engine).kill()
+    await eventually(lambda: engine.health().state == "restarting", "the death is noticed")
+    stream = await engine.submit([5, 6], LONG)
+    aborted = await engine.submit([5, 7], LONG)
+    aborted.abort()
+    events = [event async for event in stream]
+    assert len(events) == 402
+
+
+async def test_without_restarts_a_death_is_told_to_all(start_engine: StartEngine) -> None:
+    engine = await start_engine(max_restarts=0)
+    answers = [asyncio.create_task(ask_one(engine, [5, 6 + i], LONG)) for i in range(4)]
+    await eventually(lambda: engine.stats().num_running == 4, "they run")
+    worker_of(engine).kill()
+    for answer in answers:
+        with pytest.raises(WorkerDiedError, match="signal 9"):
+            await answer
+    assert engine.health().state == "failed"
+    with pytest.raises(NoCapacityError):
+        await engine.submit([5], LONG)
+
+
+async def test_a_silent_worker_is_killed_and_replaced(start_engine: StartEngine) -> None:
+    engine = await start_engine(heartbeat_timeout_s=1.5)
+    lone = await start_engine()
+    answer = asyncio.create_task(ask_one(engine, [5, 6], LONG))
+    await eventually(lambda: engine.stats().num_running == 1, "it runs")
+    stopped = worker_of(engine)
+    stopped.suspend()
+    since_s = time.monotonic()
+    await eventually(lambda: engine.health().state == "restarting", "silence is noticed")
+    assert time.monotonic() - since_s < 3
+    assert "said nothing" in engine.health().detail
+    assert (await answer).output() == (await ask_one(lone, [5, 6], LONG)).output()
+    assert not stopped.is_running()
+
+
+async def test_an_idle_worker_keeps_reporting(start_engine: StartEngine) -> None:
+    engine = await start_engine(heartbeat_timeout_s=1.5)
+    await asyncio.sleep(2.5)
+    age_s = engine.health().last_report_age_s
+    assert age_s is not None
+    assert age_s < 1.4
+    assert engine.health().restarts_total == 0
+
+
+async def test_a_worker_that_talks_nonsense_is_replaced(start_engine: StartEngine) -> None:
+    engine = await start_engine()
+    executor = engine._supervisor._executor
+    assert executor is not None
+    executor.data_received(b"\x03\x00\x00\x00abc")
+    await eventually(lambda: engine.health().restarts_total == 1, "it was replaced")
+    assert len((await ask_one(engine, [5, 6], LONG)).token_ids) == 400
+
+
+async def test_an_idle_worker_does_not_spin(start_engine: StartEngine) -> None:
+    engine = await start_engine(num_threads=2)
+    await ask_one(engine, [5, 6], LONG)
+    await asyncio.sleep(0.3)
+    before = worker_of(engine).cpu_times()
+    await asyncio.sleep(1.0)
+    after = worker_of(engine).cpu_times()
+    assert (after.user + after.system) - (before.user + before.system) < 0.1
+
+
+# The end --------------------------------------------------------------------------------------------------------
+
+
+async def test_close_ends_the_process_at_once(start_engine: StartEngine) -> None:
+    engine = await start_engine()
+    worker = worker_of(engine)
+    since_s = time.monotonic()
+    await engine.close()
+    assert time.monotonic() - since_s < 1.5
+    assert not worker.is_running()
+
+
+async def test_close_kills_a_worker_that_does_not_listen(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("enginehouse.engine.executor._SHUTDOWN_S", 0.2)
+    monkeypatch.setattr("enginehouse.engine.executor._TERMINATE_S", 0.2)
+    engine = await start_engine()
+    worker = worker_of(engine)
+    worker.suspend()
+    await engine.close()
+    assert not worker.is_running()
+
+
+async def test_close_during_a_restart(start_engine: StartEngine) -> None:
+    engine = await start_engine()
+    worker_of(engine).kill()
+    await eventually(lambda: engine.health().state == "restarting", "the death is noticed")
+    await asyncio.sleep(0.02)
+    await engine.close()
+    assert engine.health().state == "closed"
+
+
+async def test_sigterm_and_sigint(start_engine: StartEngine) -> None:
+    """Ctrl-C reaches the whole process group but is the parent's business; SIGTERM ends the worker cleanly."""
+    engine = await start_engine(max_restarts=0)
+    worker_of(engine).send_signal(signal.SIGINT)
+    assert len((await ask_one(engine, [5, 6], LONG)).token_ids) == 400
+    worker_of(engine).terminate()
+    await eventually(lambda: engine.health().state == "failed", "it ended")
+    assert "exit code 0" in engine.health().detail
+
+
+PARENT = textwrap.dedent(
+    """
+    import asyncio, sys
+    from enginehouse.engine import LLMEngine, SamplingParams
+    from tests.worker.conftest import engine_config
+
+    async def main():
+        engine = await LLMEngine.start(engine_config(sys.argv[1]))
+        params = SamplingParams(max_tokens=480, ignore_eos=True)
+        print(engine.health().worker_pid, flush=True)
+        while True:
+            async for _ in engine.generate([5, 6], params):
+                pass
+            if sys.argv[2] == "idle":
+                await asyncio.sleep(60)
+
+    asyncio.run(main())
+    """
+)
+
+
+@pytest.mark.parametrize("activity", ["busy", "idle"])
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
+def test_the_worker_does_not_outlive_its_parent(tiny_int8: Path, activity: str, kill: int) -> None:
+    command = [sys.executable, "-c", PARENT, str(tiny_int8), activity]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=root) as parent:
+        assert parent.stdout is not None
+        worker = psutil.Process(int(parent.stdout.readline()))
+        time.sleep(0.1)
+        parent.send_signal(kill)
+        parent.wait(10)
+        _, alive = psutil.wait_procs([worker], timeout=2)
+        assert alive == []
+
+
+# Loading --------------------------------------------------------------------------------------------------------
+
+
+def copy_of(packed: Path, directory: Path) -> Path:
+    return Path(shutil.copytree(packed, directory / "copy"))
+
+
+async def test_damage_after_the_check_is_named_by_the_worker(
+    tiny_int8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = copy_of(tiny_int8, tmp_path)
+
+    def load_then_damage(*arguments: Any) -> Any:
+        model = load_model(*arguments)
+        weights = bytearray((copy / "weights.bin").read_bytes())
+        weights[1000] ^= 1
+        (copy / "weights.bin").write_bytes(weights)
+        return model
+
+    monkeypatch.setattr("enginehouse.engine.llm_engine.load_model", load_then_damage)
+    with pytest.raises(ModelLoadFailedError, match="damaged"):
+        await LLMEngine.start(engine_config(copy))
+    assert psutil.Process().children() == []
+
+
+async def test_a_crash_while_loading_shows_what_the_worker_wrote(
+    tiny_int8: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(sys, "executable", "/bin/sh")  # which knows no -m
+    with pytest.raises(ModelLoadFailedError) as caught:
+        await LLMEngine.start(engine_config(tiny_int8))
+    assert "exit code" in str(caught.value)
+    assert "\n  " in str(caught.value), "the worker's own words are missing"
+    assert psutil.Process().children() == []
+
+
+async def test_a_load_that_takes_too_long(tiny_int8: Path) -> None:
+    since_s = time.monotonic()
+    with pytest.raises(ModelLoadFailedError, match=r"0\.001 s"):
+        await LLMEngine.start(engine_config(tiny_int8, load_timeout_s=0.001))
+    assert time.monotonic() - since_s < 10
+    assert psutil.Process().children() == []
+
+
+async def test_a_cancelled_start_leaves_no_process(tiny_int8: Path) -> None:
+    task = asyncio.create_task(LLMEngine.start(engine_config(tiny_int8)))
+    await eventually(lambda: psutil.Process().children() != [], "the worker was started")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert psutil.Process().children() == []
+
+
+async def test_an_unknown_model_is_named() -> None:
+    with pytest.raises(EnginehouseError, match="nowhere"):
+        await LLMEngine.start(engine_config("/nowhere/at/all"))
+
+
+async def test_progress_is_told(tiny_int8: Path) -> None:
+    told: list[tuple[str, float]] = []
+    engine = await LLMEngine.start(engine_config(tiny_int8), on_progress=lambda *what: told.append(what))
+    await engine.close()
+    loading = [done for what, done in told if what == "load"]
+    assert loading == sorted(loading)
+    assert len(loading) >= 2
+
+
+def test_the_worker_imports_nothing_that_reads_models_or_speaks_http() -> None:
+    code = "import sys, enginehouse.engine.worker; print(*sys.modules)"
+    modules = set(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split()
+    )
+    heavy = {
+        "tokenizers",
+        "jinja2",
+        "gguf",
+        "huggingface_hub",
+        "fastapi",
+        "pydantic",
+        "typer",
+        "asyncio",
+        "httpx2",
+    }
+    assert heavy & modules == set()
+    assert "numpy" in modules
+
+
+def start_by_hand(packed: Path, **changes: Any) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A worker without an executor: its socket is ours."""
+    config = engine_config(packed, **changes)
+    worker_config = plan_worker(config, load_model(config, None))
+    ours, theirs = socket.socketpair()
+    with theirs:
+        arguments = [str(theirs.fileno()), msgspec.json.encode(worker_config).decode()]
+        command = [sys.executable, "-m", "enginehouse.engine.worker", *arguments]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
+    ours.settimeout(20)
+    return process, ours
+
+
+def read_until(sock: socket.socket, kind: type[Any]) -> list[Any]:
+    frames, reports = FrameReader(), []
+    while not any(isinstance(report, kind) for report in reports):
+        data = sock.recv(1 << 16)
+        assert data, f"the worker left without a {kind.__name__}: {reports}"
+        reports += [decode_report(body) for body in frames.feed(data)]
+    return reports
+
+
+def test_the_worker_speaks_the_protocol_and_ends_with_its_socket(tiny_int8: Path) -> None:
+    process, ours = start_by_hand(tiny_int8)
+    with process, ours:
+        reports = read_until(ours, Heartbeat)
+        assert [type(report) for report in reports] == [Loading, Loading, Ready, Heartbeat]
+        assert reports[2].block_size == 32
+        assert Path(f"/proc/{process.pid}/comm").read_text().strip() == "enginehouse-wkr"
+        ours.close()
+        assert process.wait(2) == 0
+
+
+def test_nonsense_from_the_parent_ends_the_worker_loudly(tiny_int8: Path) -> None:
+    process, ours = start_by_hand(tiny_int8)
+    with process, ours:
+        read_until(ours, Ready)
+        ours.sendall(b"\x02\x00\x00\x00\xff\xff")
+        (fatal,) = [report for report in read_until(ours, Fatal) if isinstance(report, Fatal)]
+        assert "command" in fatal.message
+        assert process.wait(5) == 1
+        assert process.stderr is not None
+        assert b"Traceback" in process.stderr.read()
+
+
+def test_a_fault_of_the_loop_is_fatal_and_told(tiny_int8: Path) -> None:
+    from enginehouse.engine.messages import AddSequence, SequenceId, encode
+
+    process, ours = start_by_hand(tiny_int8)
+    with process, ours:
+        read_until(ours, Ready)
+        # The same id twice is a mistake of the API process, no user's: the worker must not guess.
+        add = AddSequence(sequence_id=SequenceId(1), prompt_tokens=[5], params=LONG)
+        ours.sendall(encode(add) + encode(add))
+        (fatal,) = [report for report in read_until(ours, Fatal) if isinstance(report, Fatal)]
+        assert "not new" in fatal.message
+        assert process.wait(5) == 1
+
+
+def test_the_worker_is_ready_quickly(tiny_int8: Path) -> None:
+    """Generous, for busy machines: about 0.2 s on an idle one."""
+    best_s = 10.0
+    for _ in range(3):
+        since_s = time.monotonic()
+        process, ours = start_by_hand(tiny_int8)
+        with process, ours:
+            read_until(ours, Ready)
+            best_s = min(best_s, time.monotonic() - since_s)
+            ours.close()
+    assert best_s < 3.0
+
+
+def test_blas_of_a_started_worker_has_one_thread(tiny_int8: Path) -> None:
+    async def run() -> tuple[int, dict[str, str]]:
+        engine = await LLMEngine.start(engine_config(tiny_int8, num_threads=1))
+        try:
+            worker = worker_of(engine)
+            return worker.num_threads(), worker.environ()
+        finally:
+            await engine.close()
+
+    num_threads, environment = asyncio.run(run())
+    assert environment["OPENBLAS_NUM_THREADS"] == "1"
+    assert num_threads <= 4, "main, reader, writer and at most one of the kernels' own"
+    assert os.environ.get("OPENBLAS_NUM_THREADS") is None
