@@ -26,7 +26,7 @@ from enginehouse.runtime.config import KVDtype
 from enginehouse.runtime.packed import open_packed
 from enginehouse.runtime.quantization import Precision
 from enginehouse.runtime.tokenizer import Tokenizer
-from enginehouse.runtime.weights.prepare import prepare_model
+from enginehouse.runtime.weights import prepare_model
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = {
