@@ -65,9 +65,13 @@ async def test_each_of_two_hundred_clients_gets_what_a_lone_run_gives(start_engi
     wishes = [wish(source, starts) for _ in range(NUM_CLIENTS)]
     block_bytes = 32 * 2 * 2 * 2 * 16 * 2
     engine = await start_engine(
-        max_waiting=1000, token_budget=96, max_sequences=24, kv_cache_bytes=28 * block_bytes
+        max_waiting=1000, token_budget=96, max_sequences=24, kv_cache_bytes=60 * block_bytes
     )
-    together = await asyncio.gather(*(fulfil(engine, w, source.random() * 0.5) for w in wishes))
+    crowd = asyncio.gather(*(fulfil(engine, w, source.random() * 0.5) for w in wishes))
+    while not crowd.done():
+        await asyncio.sleep(0.03)
+        engine.preempt()
+    together = await crowd
     await idle(engine)
     stats = engine.stats()
     assert stats.prefix_hit_tokens_total > 0
