@@ -1,0 +1,66 @@
+"""The default model, fetched and packed for real."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from enginehouse.runtime.ops.layout import unpack_linear
+from enginehouse.runtime.packed import open_packed
+from enginehouse.runtime.sources import fetch_source, parse_source
+from enginehouse.runtime.tokenizer import Tokenizer
+from enginehouse.runtime.weights import prepare_model
+from enginehouse.runtime.weights.checkpoint import open_checkpoint
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's own cache: this model is fetched once, not once a test."""
+
+
+def test_it_packs_to_what_its_file_says() -> None:
+    checkpoint = open_checkpoint(fetch_source(parse_source("smollm2")))
+    prepared = prepare_model("smollm2", "int8")
+    model = open_packed(prepared.path)
+    config = model.config
+    assert (config.architecture, config.num_layers, config.hidden_size) == ("llama", 30, 576)
+    assert (config.vocab_size, config.max_context, config.tie_word_embeddings) == (49152, 8192, True)
+    assert prepared.packed_bytes < 150e6
+    np.testing.assert_array_equal(
+        model.tensor("layers.7.mlp_norm"), checkpoint.read("model.layers.7.post_attention_layernorm.weight")
+    )
+    for name, sources in {
+        "layers.11.qkv": [f"model.layers.11.self_attn.{part}_proj.weight" for part in "qkv"],
+        "layers.29.down": ["model.layers.29.mlp.down_proj.weight"],
+        "embed": ["model.embed_tokens.weight"],
+    }.items():
+        exact = np.concatenate([checkpoint.read(source) for source in sources])
+        found = unpack_linear(model.linear(name))
+        groups = np.abs(exact).reshape(*exact.shape[:1], -1, 64).max(axis=2).repeat(64, axis=1)
+        # Half a step of the group's scale, and the scale's own rounding to bfloat16.
+        assert (np.abs(found - exact) <= groups / 127 * 0.51).all()
+
+
+def test_its_tokenizer_comes_along() -> None:
+    tokenizer = Tokenizer.load(prepare_model("smollm2", "int8").path)
+    assert tokenizer.encode("Hello world", add_special=False, parse_special=False) == [19556, 905]
+
+
+def test_a_second_start_is_quick() -> None:
+    path = prepare_model("smollm2", "int8").path
+
+    def best_of_five(action: Callable[[], object]) -> float:
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            action()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    assert best_of_five(lambda: prepare_model("smollm2", "int8")) < 0.1
+    assert best_of_five(lambda: open_packed(path)) < 0.05
