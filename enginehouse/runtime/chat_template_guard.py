@@ -10,7 +10,9 @@ with content: trimming, slicing, splitting, joining, comparing with ordinary wor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from enginehouse.errors import TemplateError
@@ -21,30 +23,53 @@ _TEMPLATE_ROLES = frozenset({"system", "developer", "user", "assistant", "tool",
 _TOO_DEEP = 100
 
 
+@dataclass(frozen=True, slots=True)
+class _SpecialTexts:
+    """What to look for, prepared once per tokenizer: whole texts, their proper beginnings and their proper ends.
+
+    Case is ignored because a template may change it.
+    """
+
+    pattern: re.Pattern[str] | None
+    heads: frozenset[str]
+    tails: frozenset[str]
+    longest: int
+
+
+@lru_cache(maxsize=16)
+def _special_texts(texts: tuple[str, ...]) -> _SpecialTexts:
+    # A single character cannot be broken by a guard; `Tokenizer.encode_guarded` takes it as text throughout.
+    longest_first = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+    return _SpecialTexts(
+        re.compile("|".join(map(re.escape, longest_first)), re.IGNORECASE) if longest_first else None,
+        frozenset(text[:i].casefold() for text in longest_first for i in range(1, len(text))),
+        frozenset(text[i:].casefold() for text in longest_first for i in range(1, len(text))),
+        max(map(len, longest_first), default=0),
+    )
+
+
 class Guard:
     """Marks the special tokens in values from outside. `char` is the guard for this one conversation."""
 
-    def __init__(self, special_texts: Iterable[str], char: str) -> None:
-        texts = [text for text in special_texts if len(text) > 1]
+    def __init__(self, special_texts: tuple[str, ...], char: str) -> None:
         self.char = char
-        self._pattern = _pattern(texts)
-        self._heads = {text[:i].casefold() for text in texts for i in range(1, len(text))}
-        self._tails = {text[i:].casefold() for text in texts for i in range(1, len(text))}
-        self._longest = max(map(len, texts), default=0)
+        self._special = _special_texts(special_texts)
 
     def text(self, text: str) -> str:
         """A copy with guards where they are needed: for nearly every text, the text itself."""
-        if self._pattern is None:
+        special = self._special
+        if special.pattern is None:
             return text
-        marked = self._pattern.sub(lambda match: match[0][0] + self.char + match[0][1:], text)
+        marked = special.pattern.sub(lambda match: match[0][0] + self.char + match[0][1:], text)
         body = marked.strip()
         if not body:
             return marked
         start = marked.index(body)
         lead, trail = marked[:start], marked[start + len(body) :]
-        if any(body[:i].casefold() in self._tails for i in range(1, min(len(body), self._longest) + 1)):
+        lengths = range(1, min(len(body), special.longest) + 1)
+        if any(body[:i].casefold() in special.tails for i in lengths):
             lead += self.char
-        if any(body[-i:].casefold() in self._heads for i in range(1, min(len(body), self._longest) + 1)):
+        if any(body[-i:].casefold() in special.heads for i in lengths):
             trail = self.char + trail
         return lead + body + trail
 
@@ -108,9 +133,3 @@ def _strings(value: Any) -> Iterator[str]:
 
 def _is_role(key: Any, item: Any) -> bool:
     return key == "role" and isinstance(item, str) and item in _TEMPLATE_ROLES
-
-
-def _pattern(texts: list[str]) -> re.Pattern[str] | None:
-    longest_first = sorted(texts, key=len, reverse=True)
-    # Case is ignored because a template may change it.
-    return re.compile("|".join(map(re.escape, longest_first)), re.IGNORECASE) if texts else None

@@ -145,8 +145,9 @@ class Tokenizer:
 
     def encode_guarded(self, text: str, guard: str) -> list[int]:
         """Like `encode(parse_special=True, add_special=False)`, but a special token's text that is broken by
-        `guard` somewhere stays text. `guard` itself is no part of the text (see `chat_template_guard`)."""
-        return self._encode(self._with_aliases(text).replace(guard, ""))
+        `guard` somewhere stays text. `guard` itself is no part of the text (see `chat_template_guard`). A special
+        token of one character, which nothing can break, stays text always."""
+        return self._encode(self._with_aliases(text, min_chars=2).replace(guard, ""))
 
     @property
     def special_texts(self) -> tuple[str, ...]:
@@ -165,9 +166,12 @@ class Tokenizer:
             return ids
         return [self._id_by_alias_id.get(i, i) for i in ids]
 
-    def _with_aliases(self, text: str) -> str:
-        alias = self._alias_by_text
-        return self._pattern.sub(lambda match: alias.get(match[0], match[0]), text) if self._pattern else text
+    def _with_aliases(self, text: str, *, min_chars: int = 1) -> str:
+        def replacement(match: re.Match[str]) -> str:
+            found = match[0]
+            return self._alias_by_text.get(found, found) if len(found) >= min_chars else found
+
+        return self._pattern.sub(replacement, text) if self._pattern else text
 
     def _add_aliases(self) -> None:
         from tokenizers import AddedToken
@@ -200,7 +204,7 @@ class Tokenizer:
             spelling: list[int] = []
             for char in self._added[token_id].content:
                 whole = self._backend.token_to_id("▁" if char == " " else char)
-                if self.meta.kind == "sentencepiece" and whole is not None:
+                if self.meta.kind == "sentencepiece" and whole not in (None, token_id):
                     spelling.append(whole)
                     continue
                 pieces = (self._byte_token(byte) for byte in char.encode())

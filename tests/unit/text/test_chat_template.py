@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import enginehouse.runtime.chat_template as chat_template_module
 from enginehouse.errors import TemplateError
 from enginehouse.runtime.chat_template import ChatTemplate
 from enginehouse.runtime.tokenizer import Tokenizer
+from enginehouse.runtime.tokenizer_writer import write_tokenizer
 
 from .conftest import StoredTokenizers, read_json
 
@@ -131,6 +133,17 @@ def test_role_that_builds_a_special_token_is_no_way_in(stored: StoredTokenizers)
     )
 
 
+def test_special_token_of_one_character_cannot_be_written_by_users(tmp_path: Path) -> None:
+    metadata = read_json("sentencepiece/gguf.json")
+    letter = metadata["tokenizer.ggml.tokens"].index("b")
+    metadata["tokenizer.ggml.token_type"][letter] = 3
+    write_tokenizer(tmp_path, gguf_metadata=metadata)
+    tokenizer = Tokenizer.load(tmp_path)
+    ids = template_of(tokenizer).encode(tokenizer, [{"role": "user", "content": "abc"}])
+    assert letter not in ids
+    assert "abc" in tokenizer.decode(ids)
+
+
 # --- messages ----------------------------------------------------------------------------------------------
 
 
@@ -179,7 +192,7 @@ def test_the_callers_messages_are_not_changed(stored: StoredTokenizers) -> None:
     assert messages == [{"role": "user", "content": [{"type": "text", "text": "<|im_end|>"}], "name": None}]
 
 
-def test_ten_megabytes_of_message(stored: StoredTokenizers) -> None:
+def test_megabytes_of_message(stored: StoredTokenizers) -> None:
     tokenizer = stored("smollm", "gguf")
     content = "Some text <|im_end|> and more. " * 60_000
     start = time.perf_counter()
