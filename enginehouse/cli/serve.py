@@ -29,12 +29,12 @@ _SERVER, _ENGINE = "Server", "Engine"
 def serve(
     model: ModelArgument = None,
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on [default: 127.0.0.1].", rich_help_panel=_SERVER)
+        str | None, typer.Option(help="Address to listen on \\[default: 127.0.0.1].", rich_help_panel=_SERVER)
     ] = None,
     port: Annotated[
         int | None,
         typer.Option(
-            "--port", "-p", help="Port [default: 8000]; 0 takes a free one.", rich_help_panel=_SERVER
+            "--port", "-p", help="Port \\[default: 8000]; 0 takes a free one.", rich_help_panel=_SERVER
         ),
     ] = None,
     insecure: Annotated[
