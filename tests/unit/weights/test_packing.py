@@ -21,6 +21,7 @@ from enginehouse.runtime.models import architecture_for, load_tensor
 from enginehouse.runtime.ops.layout import LinearWeight, unpack_linear
 from enginehouse.runtime.packed import PackedModel, checksum, encode_manifest, open_packed, read_manifest
 from enginehouse.runtime.quantization import Precision
+from enginehouse.runtime.sources import cache as cache_files
 from enginehouse.runtime.sources import hashes
 from enginehouse.runtime.tokenizer import Tokenizer
 from enginehouse.runtime.weights import packer, prepare, prepare_model
@@ -277,9 +278,12 @@ def test_a_process_killed_while_packing_leaves_nothing_wrong(
 def test_a_full_disk_is_said_before_anything_is_written(
     source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = packer.shutil.disk_usage(source)
-    monkeypatch.setattr(packer.shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(SourceError, match=r"disk is full: 136\.\d kB are needed .*ENGINEHOUSE_CACHE"):
+    usage = cache_files.shutil.disk_usage(source)
+    monkeypatch.setattr(cache_files.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(
+        SourceError,
+        match=r"disk is full: 136\.\d kB are needed for .*packed, and 1.0 kB are free.*ENGINEHOUSE_CACHE",
+    ):
         prepare_model(str(source), "int8")
     assert leftovers(cache) == []
 
