@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from types import FrameType
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -40,7 +41,7 @@ from enginehouse.engine.model_runner import Batch, Chunk, ModelRunner, build_bat
 from enginehouse.engine.sampler import Sampler, SamplingRow
 from enginehouse.engine.sequence import SampledToken, SampleError
 from enginehouse.engine.step import Outcome, ScheduledStep
-from enginehouse.engine.worker_channel import WorkerChannel
+from enginehouse.engine.worker_channel import HEARTBEAT_INTERVAL_S, WorkerChannel
 from enginehouse.engine.workload_manager import WorkloadConfig, WorkloadManager
 from enginehouse.errors import EnginehouseError
 from enginehouse.runtime import ops
@@ -48,7 +49,6 @@ from enginehouse.runtime.packed import open_packed
 
 logger = logging.getLogger("enginehouse.worker")
 
-HEARTBEAT_INTERVAL_S = 1.0
 _FLUSH_S = 2.0
 _SWITCH_INTERVAL_S = 0.0005
 """How long the step loop may keep the channel's threads waiting for the interpreter; Python's 5 ms are a step."""
@@ -66,6 +66,7 @@ class ModelWorker:
         packed = open_packed(config.model_path)
         channel.emit(Loading(progress=0.5))
         operations = ops.load(config.num_threads, config.kernels)
+        _note_each_layer(operations, channel)
         self._runner = ModelRunner(
             packed,
             operations,
@@ -176,6 +177,18 @@ class ModelWorker:
             for sequence_id, message in broken.items()
             if sequence_id not in told
         ]
+
+
+def _note_each_layer(operations: ops.Ops, channel: WorkerChannel) -> None:
+    """Tell the channel of every layer that is done: a step of a large model may take longer than the API process
+    would wait for a sign of life."""
+    attention = operations.attention
+
+    def noted_attention(*arguments: Any) -> None:
+        channel.note_progress()
+        attention(*arguments)
+
+    operations.attention = noted_attention  # type: ignore[method-assign, assignment]
 
 
 def _batch(step: ScheduledStep) -> Batch:

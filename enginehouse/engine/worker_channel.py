@@ -9,8 +9,18 @@ from collections.abc import Callable
 
 import msgspec
 
-from enginehouse.engine.messages import Command, FrameReader, Report, decode_command, encode
+from enginehouse.engine.messages import (
+    Command,
+    EngineStats,
+    FrameReader,
+    Heartbeat,
+    Report,
+    StepReport,
+    decode_command,
+    encode,
+)
 
+HEARTBEAT_INTERVAL_S = 1.0
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """Beyond it `emit` does wait: tokens must not be lost, and an API process this far behind is stuck anyway."""
 _RECEIVE_BYTES = 1 << 18
@@ -19,8 +29,11 @@ _RECEIVE_BYTES = 1 << 18
 class WorkerChannel:
     """Commands in, reports out.
 
-    Owns the socket. `take` and `emit` are for the step loop's thread. When the API process is gone,
-    `on_disconnect` is called from the reading thread, whatever the step loop is doing.
+    Owns the socket. `take`, `emit` and `note_progress` are for the step loop's thread. When the API process is
+    gone, `on_disconnect` is called from the reading thread, whatever the step loop is doing.
+
+    A long step is no silence: while it makes progress, a heartbeat goes out every `HEARTBEAT_INTERVAL_S`. A step
+    that hangs makes none, and the API process hears nothing.
     """
 
     def __init__(self, sock: socket.socket, on_disconnect: Callable[[], None]) -> None:
@@ -32,6 +45,8 @@ class WorkerChannel:
         self._unsent: deque[bytes] = deque()
         self._num_unsent_bytes = 0
         self._unsent_changed = threading.Condition()
+        self._stats = EngineStats()
+        self._progress = 0
         for name, target in (("reader", self._read), ("writer", self._write)):
             threading.Thread(target=target, name=f"channel-{name}", daemon=True).start()
 
@@ -53,6 +68,8 @@ class WorkerChannel:
 
     def emit(self, report: Report) -> None:
         """Hand over a report to be sent."""
+        if isinstance(report, StepReport | Heartbeat):
+            self._stats = report.stats
         frame = encode(report)
         with self._unsent_changed:
             while self._num_unsent_bytes > MAX_UNSENT_BYTES:
@@ -60,6 +77,10 @@ class WorkerChannel:
             self._unsent.append(frame)
             self._num_unsent_bytes += len(frame)
             self._unsent_changed.notify_all()
+
+    def note_progress(self) -> None:
+        """Something inside a step is done."""
+        self._progress += 1
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything emitted has been sent; False when that takes longer than `timeout_s`."""
@@ -86,8 +107,7 @@ class WorkerChannel:
     def _write(self) -> None:
         while True:
             with self._unsent_changed:
-                while not self._unsent:
-                    self._unsent_changed.wait()
+                self._wait_for_report()
                 frames = b"".join(self._unsent)
                 self._unsent.clear()
             try:
@@ -98,3 +118,13 @@ class WorkerChannel:
             with self._unsent_changed:
                 self._num_unsent_bytes -= len(frames)
                 self._unsent_changed.notify_all()
+
+    def _wait_for_report(self) -> None:
+        """Until there is something to send; that may be a heartbeat of the step in progress."""
+        progress_seen = self._progress
+        while not self._unsent:
+            reported = self._unsent_changed.wait(HEARTBEAT_INTERVAL_S)
+            if not reported and self._progress != progress_seen:
+                frame = encode(Heartbeat(stats=self._stats))
+                self._unsent.append(frame)
+                self._num_unsent_bytes += len(frame)

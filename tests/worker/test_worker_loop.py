@@ -45,6 +45,9 @@ class ScriptedChannel:
     def emit(self, report: Report) -> None:
         self.reports.append(report)
 
+    def note_progress(self) -> None:
+        pass
+
     @property
     def steps(self) -> list[StepReport]:
         return [report for report in self.reports if isinstance(report, StepReport)]
