@@ -87,6 +87,7 @@ class ActivationStruct(ctypes.Structure):
 
     _fields_ = (
         ("quantized", ctypes.c_void_p),
+        ("wide", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
         ("sum", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
@@ -99,11 +100,12 @@ class Activation:
     """The input of a linear layer, in the form its kernels want.
 
     int8: `quantized` int8 [max_rows, Kpad], `scale` float32 and `sum` int32 [max_rows, Kpad/64] (`sum` is the sum
-    of a group's int8 values: it undoes the +128 of unsigned dot-product instructions).
+    of a group's int8 values: it undoes the +128 of unsigned dot-product instructions). `wide` is for AVX2 kernels:
+    the int8 values again as int16, in another order; elsewhere it is never touched and takes no memory.
     fp32: `values` float32 [max_rows, K].
     """
 
-    __slots__ = ("max_rows", "precision", "ptr", "quantized", "scale", "struct", "sum", "values", "width")
+    __slots__ = ("max_rows", "precision", "ptr", "quantized", "scale", "struct", "sum", "values", "wide", "width")
 
     def __init__(self, max_rows: int, width: int, precision: Precision) -> None:
         self.max_rows = max_rows
@@ -113,11 +115,13 @@ class Activation:
         is_int8 = precision == "int8"
         rows = max_rows if is_int8 else 0
         self.quantized = aligned_zeros((rows, padded), np.int8)
+        self.wide = aligned_zeros((rows, padded), np.int16)
         self.scale: FloatArray = aligned_zeros((rows, padded // GROUP), np.float32)
         self.sum = aligned_zeros((rows, padded // GROUP), np.int32)
         self.values: FloatArray = aligned_zeros((0 if is_int8 else max_rows, width), np.float32)
         self.struct = ActivationStruct(
             address_of(self.quantized) if is_int8 else None,
+            address_of(self.wide),
             address_of(self.scale),
             address_of(self.sum),
             None if is_int8 else address_of(self.values),

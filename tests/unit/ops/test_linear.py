@@ -54,10 +54,11 @@ def test_quantised_inputs_are_the_reference_s_to_the_bit(kernels, reference, out
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 64), (37, 100), (130, 192)])
 def test_integer_products_are_exact(kernels, rows, outputs, inputs):
     weight = integer_weight(outputs, inputs)
-    a = kernels.activation(rows, inputs, "int8")
-    a.quantized[:, :inputs] = np.random.default_rng(2).integers(-127, 128, (rows, inputs))
-    a.scale[:] = 1
-    a.sum[:] = a.quantized.reshape(rows, -1, 64).sum(axis=2)
+    values = np.random.default_rng(2).integers(-127, 128, (rows, inputs)).astype(np.float32)
+    values[:, ::64] = -127
+    a = prepared(kernels, values, "int8")
+    assert (a.scale == 1).all()
+    assert (a.quantized[:, :inputs] == values).all()
     exact = a.quantized[:, :inputs].astype(np.int64) @ weight_values(weight).T
     assert (product(kernels, a, weight, rows) == exact.astype(np.float32)).all()
 

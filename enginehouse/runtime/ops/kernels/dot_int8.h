@@ -6,11 +6,12 @@
 #include "simd.h"
 
 struct dot_group {
-    const int8_t *weight;       // [16 quarters][16 outputs][4 inputs]
-    const int8_t *input;        // [rows][64] at a distance of
-    int64_t input_stride;       // bytes between rows
-    const int32_t *input_sum;   // one a row, at a distance of
-    int64_t input_sum_stride;   // elements between rows
+    const int8_t *weight;     // [16 quarters][16 outputs][4 inputs]
+    const int8_t *input;      // [rows][64] at a distance of
+    int64_t input_stride;     // elements between rows
+    const int16_t *wide;      // the same inputs as 16-bit values, where there is WIDE_INPUTS
+    const int32_t *input_sum; // one a row, at a distance of
+    int64_t input_sum_stride; // elements between rows
 };
 
 #define QUARTERS (GROUP / 4)
@@ -24,7 +25,7 @@ struct dot_group {
 #define DOT_ROWS 4
 #elif defined(SIMD_AVX2)
 #define DOT_NAME "avx2"
-#define DOT_ROWS 4
+#define DOT_ROWS 8
 #elif defined(SIMD_NEON) && defined(__ARM_FEATURE_DOTPROD)
 #define DOT_NAME "neon-dotprod"
 #define DOT_ROWS 4
@@ -36,7 +37,7 @@ struct dot_group {
 #define DOT_ROWS 2
 #endif
 
-ALWAYS_INLINE int32_t four_bytes(const int8_t *from) {
+ALWAYS_INLINE int32_t four_bytes(const void *from) {
     int32_t bits;
     memcpy(&bits, from, sizeof bits);
     return bits;
@@ -91,12 +92,13 @@ ALWAYS_INLINE void dot_group(int rows, ints sums[], struct dot_group g) {
 
 #elif defined(SIMD_AVX2)
 
-// vpmaddubsw multiplies unsigned by signed bytes and adds pairs in 16 bits. |w| · (a with the sign of w) is the same
-// product, and 2 · 127 · 127 fits: it never saturates, which w + 128 would.
-ALWAYS_INLINE void dot_group(int rows, ints sums[], struct dot_group g) {
+// AVX2 has no exact product of signed bytes. For few rows: vpmaddubsw multiplies unsigned by signed bytes and adds
+// pairs in 16 bits, and |w| · (a with the sign of w) is the same product; 2 · 127 · 127 fits, so it never saturates,
+// which w + 128 would.
+ALWAYS_INLINE void dot_few_rows(int rows, ints sums[], struct dot_group g) {
+    __m256i ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
     for (int row = 0; row < rows; row++) sums[row] = splat_int(0);
-    __m256i ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 2
     for (int quarter = 0; quarter < QUARTERS; quarter++) {
         const __m256i *weight = (const __m256i *)(g.weight + quarter * PANEL * 4);
@@ -111,6 +113,39 @@ ALWAYS_INLINE void dot_group(int rows, ints sums[], struct dot_group g) {
             sums[row].part[1] += (int_part)_mm256_madd_epi16(pairs1, ones);
         }
     }
+}
+
+// For eight rows the sign costs more than widening: weights become 16-bit values by shifts, once for all rows, and
+// inputs were stored as such when they were quantised. A 32-bit lane holds an output's inputs 0 to 3 as bytes: shifts
+// leave the pairs (0, 2) and (1, 3), which is the order of the stored inputs. Eight outputs at a time, because then
+// the sums stay in registers.
+ALWAYS_INLINE void dot_half_of_8_rows(ints sums[], struct dot_group g, int half) {
+    __m256i sum[8];
+#pragma GCC unroll 8
+    for (int row = 0; row < 8; row++) sum[row] = _mm256_setzero_si256();
+    for (int quarter = 0; quarter < QUARTERS; quarter++) {
+        __m256i bytes = _mm256_loadu_si256((const __m256i *)(g.weight + quarter * PANEL * 4 + half * 32));
+        __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), odd = _mm256_srai_epi16(bytes, 8);
+#pragma GCC unroll 8
+        for (int row = 0; row < 8; row++) {
+            const int16_t *input = g.wide + row * g.input_stride + quarter * 4;
+            __m256i even_input = _mm256_set1_epi32(four_bytes(input));
+            __m256i odd_input = _mm256_set1_epi32(four_bytes(input + 2));
+            sum[row] = _mm256_add_epi32(sum[row], _mm256_madd_epi16(even_input, even));
+            sum[row] = _mm256_add_epi32(sum[row], _mm256_madd_epi16(odd_input, odd));
+        }
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < 8; row++) sums[row].part[half] = (int_part)sum[row];
+}
+
+ALWAYS_INLINE void dot_group(int rows, ints sums[], struct dot_group g) {
+    if (rows < 8) {
+        dot_few_rows(rows, sums, g);
+        return;
+    }
+    dot_half_of_8_rows(sums, g, 0);
+    dot_half_of_8_rows(sums, g, 1);
 }
 
 #elif defined(SIMD_NEON) && defined(__ARM_FEATURE_DOTPROD)

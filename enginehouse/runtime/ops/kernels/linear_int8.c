@@ -19,7 +19,9 @@ ALWAYS_INLINE void int8_tile(int rows, const struct linear_task *task, int64_t p
     floats total[MAX_DOT_ROWS];
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) total[i] = splat(0.0f);
-    struct dot_group g = {weight, input->quantized + row * width, width, input->sum + row * num_groups, num_groups};
+    int64_t start = row * width;
+    struct dot_group g = {weight, input->quantized + start, width, input->wide + start, input->sum + row * num_groups,
+                          num_groups};
     for (int64_t group = 0; group < num_groups; group++) {
         if (prefetch)
             for (int line = 0; line < GROUP * PANEL; line += 64)
@@ -34,6 +36,7 @@ ALWAYS_INLINE void int8_tile(int rows, const struct linear_task *task, int64_t p
         }
         g.weight += GROUP * PANEL;
         g.input += GROUP;
+        g.wide += GROUP;
         g.input_sum++;
     }
 #pragma GCC unroll 8

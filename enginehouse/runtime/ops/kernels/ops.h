@@ -15,6 +15,7 @@
 
 struct activation {
     int8_t *quantized; // [rows][num_groups * GROUP], or NULL: fp32
+    int16_t *wide;     // the same values, for kernels that want them wider, in the order 0, 2, 1, 3 of each four
     float *scale;      // [rows][num_groups]
     int32_t *sum;      // [rows][num_groups]
     float *values;     // [rows][width], or NULL: int8

@@ -35,7 +35,7 @@ static void run_row_task(struct row_task *task, int64_t num_threads) {
 
 // 64 values to int8 with one scale. Comparing magnitudes as integers orders them like floats and puts infinities and
 // NaNs on top, so a group that holds one is noticed: it becomes zeros with a NaN scale.
-ALWAYS_INLINE void quantize_group(const floats value[4], int8_t *quantized, float *scale, int32_t *sum) {
+ALWAYS_INLINE void quantize_group(const floats value[4], const struct activation *out, int64_t group) {
     ints mask = splat_int(0x7fffffff), largest = splat_int(0);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) largest = greater_int(largest, and_int(as_ints(value[i]), mask));
@@ -43,49 +43,63 @@ ALWAYS_INLINE void quantize_group(const floats value[4], int8_t *quantized, floa
     float maximum;
     memcpy(&maximum, &maximum_bits, sizeof maximum);
     bool is_finite = maximum_bits < 0x7f800000, is_usable = is_finite && maximum >= 1e-30f;
-    *scale = is_usable ? maximum * (1.0f / 127) : is_finite ? 0.0f : __builtin_nanf("");
+    out->scale[group] = is_usable ? maximum * (1.0f / 127) : is_finite ? 0.0f : __builtin_nanf("");
     floats inverse = splat(is_usable ? 127.0f / maximum : 0.0f);
     ints total = splat_int(0);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
         ints rounded = is_usable ? round_to_ints(mul(value[i], inverse)) : splat_int(0);
         total = add_int(total, rounded);
-        store_bytes(quantized + 16 * i, rounded);
+        store_bytes(out->quantized + group * GROUP + 16 * i, rounded);
+#if defined(WIDE_INPUTS)
+        store_wide(out->wide + group * GROUP + 16 * i, rounded);
+#endif
     }
-    *sum = sum_lanes_int(total);
+    out->sum[group] = sum_lanes_int(total);
 }
 
 // Walks a row of `width` values in groups of 64; `expression` gives the sixteen values at index `at`, of which the
-// first `count` exist. The rest must come out finite and are written as zeros.
+// first `count` exist. What it gives for the rest is replaced by zeros.
 #define WRITE_ROW(task, row, expression)                                                                           \
     do {                                                                                                           \
-        const struct activation *out_ = (task)->out;                                                               \
-        int64_t width_ = (task)->width;                                                                            \
-        for (int64_t start_ = 0; start_ < width_; start_ += GROUP) {                                               \
-            floats value_[4];                                                                                      \
-            for (int i_ = 0; i_ < 4; i_++) {                                                                       \
-                int64_t at = start_ + 16 * i_, count = width_ - at;                                                \
-                if (count >= 16) {                                                                                 \
-                    count = 16;                                                                                    \
-                    value_[i_] = (expression);                                                                     \
-                } else if (count > 0) {                                                                            \
-                    floats zeros_ = {0};                                                                           \
-                    floats partial_ = (expression);                                                                \
-                    memcpy(&zeros_, &partial_, (size_t)count * sizeof(float));                                     \
-                    value_[i_] = zeros_;                                                                           \
-                } else {                                                                                           \
-                    value_[i_] = splat(0.0f);                                                                      \
-                }                                                                                                  \
+        int64_t width_ = (task)->width, start_ = 0;                                                                \
+        floats value_[4];                                                                                          \
+        for (; start_ + GROUP <= width_; start_ += GROUP) {                                                        \
+            _Pragma("GCC unroll 4") for (int i_ = 0; i_ < 4; i_++) {                                               \
+                const int64_t at = start_ + 16 * i_, count = 16;                                                   \
+                value_[i_] = (expression);                                                                         \
+                (void)count;                                                                                       \
             }                                                                                                      \
-            write_group((task), out_, (row), start_, value_);                                                      \
+            write_group((task), (row), start_, value_);                                                            \
         }                                                                                                          \
+        if (start_ == width_) break;                                                                               \
+        for (int i_ = 0; i_ < 4; i_++) {                                                                           \
+            int64_t at = start_ + 16 * i_, count = width_ - at;                                                    \
+            if (count > 16) count = 16;                                                                            \
+            value_[i_] = splat(0.0f);                                                                              \
+            if (count > 0) {                                                                                       \
+                floats all_ = (expression);                                                                        \
+                memcpy(&value_[i_], &all_, (size_t)count * sizeof(float));                                         \
+            }                                                                                                      \
+        }                                                                                                          \
+        write_last_group((task), (row), start_, value_);                                                           \
     } while (0)
 
-ALWAYS_INLINE void write_group(const struct row_task *task, const struct activation *out, int64_t row,
-                               int64_t start, const floats value[4]) {
+ALWAYS_INLINE void write_group(const struct row_task *task, int64_t row, int64_t start, const floats value[4]) {
+    const struct activation *out = task->out;
     if (out && out->quantized) {
-        int64_t group = row * out->num_groups + start / GROUP;
-        quantize_group(value, out->quantized + group * GROUP, out->scale + group, out->sum + group);
+        quantize_group(value, out, row * out->num_groups + start / GROUP);
+        return;
+    }
+    float *to = (out ? out->values : task->out_values) + row * task->width + start;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) store(to + 16 * i, value[i]);
+}
+
+static void write_last_group(const struct row_task *task, int64_t row, int64_t start, const floats value[4]) {
+    const struct activation *out = task->out;
+    if (out && out->quantized) {
+        quantize_group(value, out, row * out->num_groups + start / GROUP);
         return;
     }
     float *to = (out ? out->values : task->out_values) + row * task->width + start;

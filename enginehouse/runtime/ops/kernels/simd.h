@@ -17,6 +17,9 @@
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define SIMD_AVX2 1
 #define LANES 8
+#if !defined(__AVXVNNI__)
+#define WIDE_INPUTS 1 // its int8 kernels read inputs as 16-bit values: see dot_int8.h
+#endif
 #include <immintrin.h>
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 #define SIMD_NEON 1
@@ -44,13 +47,16 @@ typedef struct {
 
 // --- Loads and stores ------------------------------------------------------------------------------------
 
+// Part by part: a copy of the whole structure would go through memory.
+typedef float_part loose_part __attribute__((aligned(4), may_alias));
+
 ALWAYS_INLINE floats load(const float *from) {
     floats out;
-    memcpy(&out, from, sizeof out);
+    EACH_PART out.part[i] = *(const loose_part *)(from + i * LANES);
     return out;
 }
 
-ALWAYS_INLINE void store(float *to, floats a) { memcpy(to, &a, sizeof a); }
+ALWAYS_INLINE void store(float *to, floats a) { EACH_PART *(loose_part *)(to + i * LANES) = a.part[i]; }
 
 // Lanes from `count` on are zero.
 ALWAYS_INLINE floats load_first(const float *from, int64_t count) {
@@ -77,13 +83,13 @@ ALWAYS_INLINE ints splat_int(int32_t value) {
 
 ALWAYS_INLINE ints as_ints(floats a) {
     ints out;
-    memcpy(&out, &a, sizeof out);
+    EACH_PART out.part[i] = (int_part)a.part[i];
     return out;
 }
 
 ALWAYS_INLINE floats as_floats(ints a) {
     floats out;
-    memcpy(&out, &a, sizeof out);
+    EACH_PART out.part[i] = (float_part)a.part[i];
     return out;
 }
 
@@ -251,9 +257,30 @@ ALWAYS_INLINE void store_half(uint16_t *to, floats a) {
 #endif
 }
 
+#if defined(SIMD_AVX2)
+// Sixteen 16-bit values in order; each lane must fit.
+ALWAYS_INLINE __m256i narrow_to_shorts(ints a) {
+    __m256i mixed = _mm256_packs_epi32((__m256i)a.part[0], (__m256i)a.part[1]);
+    return _mm256_permute4x64_epi64(mixed, 0xd8);
+}
+#endif
+
+#if defined(WIDE_INPUTS)
+// As 16-bit values, in the order 0, 2, 1, 3 of each four.
+ALWAYS_INLINE void store_wide(int16_t *to, ints a) {
+    __m256i shorts = narrow_to_shorts(a);
+    shorts = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(shorts, 0xd8), 0xd8);
+    _mm256_storeu_si256((__m256i *)to, shorts);
+}
+#endif
+
 ALWAYS_INLINE void store_bytes(int8_t *to, ints a) {
 #if defined(SIMD_AVX512)
     _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)a.part[0]));
+#elif defined(SIMD_AVX2)
+    __m256i shorts = narrow_to_shorts(a);
+    __m128i low = _mm256_castsi256_si128(shorts), high = _mm256_extracti128_si256(shorts, 1);
+    _mm_storeu_si128((__m128i *)to, _mm_packs_epi16(low, high));
 #else
     EACH_PART {
         byte_part bytes = __builtin_convertvector(a.part[i], byte_part);
