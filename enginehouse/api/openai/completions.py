@@ -161,9 +161,12 @@ class Echo:
         # With log-probabilities the text is what its tokens say, so that their texts join to it.
         self.text = prompt if is_text and isinstance(prompt, str) else tokenizer.decode(token_ids)
 
-    def tokens(self, logprobs: list[TokenLogprob | None] | None) -> list[TokenText]:
-        """The prompt's tokens, with these log-probabilities or those another choice brought."""
+    def offer(self, logprobs: list[TokenLogprob | None] | None) -> None:
+        """Keep the prompt's log-probabilities, if this choice is the one that brought them."""
         self._logprobs = self._logprobs or logprobs
+
+    def tokens(self) -> list[TokenText]:
+        """The prompt's tokens. Only after a choice has brought their log-probabilities."""
         assert self._logprobs is not None, "the engine sends a prompt's log-probabilities before its output"
         texts = TokenTexts(self._tokenizer)
         texts.push(self._token_ids)
@@ -209,7 +212,8 @@ class CompletionWriter:
         if self._echoes is not None and not delta.started and index not in self._echoed:
             self._echoed.add(index)
             echo = self._echo(index)
-            tokens = [] if self._num_top is None else echo.tokens(delta.prompt_logprobs)
+            echo.offer(delta.prompt_logprobs)
+            tokens = [] if self._num_top is None else echo.tokens()
             yield self._chunk(index, echo.text, tokens)
         if delta.text or delta.tokens:
             yield self._chunk(index, delta.text, delta.tokens)
@@ -228,6 +232,8 @@ class CompletionWriter:
 
     def body(self, choices: list[ChoiceAnswer], usage: Usage) -> bytes:
         """A `text_completion` object."""
+        for choice in choices if self._echoes is not None else ():
+            self._echo(choice.index).offer(choice.prompt_logprobs)
         answer = self._shared()
         answer["choices"] = [
             {
@@ -261,7 +267,7 @@ class CompletionWriter:
     def _logprobs_object(self, choice: ChoiceAnswer) -> dict[str, list[Any]] | None:
         if self._num_top is None:
             return None
-        prompt = [] if self._echoes is None else self._echo(choice.index).tokens(choice.prompt_logprobs)
+        prompt = [] if self._echoes is None else self._echo(choice.index).tokens()
         return CompletionLogprobs(self._num_top, self._tokenizer).take([*prompt, *choice.tokens])
 
     def _shared(self) -> dict[str, Any]:
