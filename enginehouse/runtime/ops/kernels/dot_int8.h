@@ -17,24 +17,31 @@ struct dot_group {
 #define QUARTERS (GROUP / 4)
 #define MAX_DOT_ROWS 8
 
+// DOT_ROWS: rows of a full tile; DOT_TAIL_ROWS: the most rows of a tile that is not full.
 #if defined(SIMD_AVX512)
 #define DOT_NAME "avx512vnni"
 #define DOT_ROWS 8
+#define DOT_TAIL_ROWS 7
 #elif defined(SIMD_AVX2) && defined(__AVXVNNI__)
 #define DOT_NAME "avxvnni"
 #define DOT_ROWS 4
+#define DOT_TAIL_ROWS 4
 #elif defined(SIMD_AVX2)
 #define DOT_NAME "avx2"
 #define DOT_ROWS 8
+#define DOT_TAIL_ROWS 4
 #elif defined(SIMD_NEON) && defined(__ARM_FEATURE_DOTPROD)
 #define DOT_NAME "neon-dotprod"
 #define DOT_ROWS 4
+#define DOT_TAIL_ROWS 4
 #elif defined(SIMD_NEON)
 #define DOT_NAME "neon"
 #define DOT_ROWS 2
+#define DOT_TAIL_ROWS 2
 #else
 #define DOT_NAME "generic"
 #define DOT_ROWS 2
+#define DOT_TAIL_ROWS 2
 #endif
 
 ALWAYS_INLINE int32_t four_bytes(const void *from) {

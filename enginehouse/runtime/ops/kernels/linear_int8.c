@@ -43,14 +43,24 @@ ALWAYS_INLINE void int8_tile(int rows, const struct linear_task *task, int64_t p
     for (int i = 0; i < rows; i++) finish_outputs(task, row + i, panel, total[i]);
 }
 
-ALWAYS_INLINE void int8_panel(const struct linear_task *task, int64_t panel) {
-    int64_t row = 0;
-    if (DOT_ROWS >= 8)
-        for (; row + 8 <= task->rows; row += 8) int8_tile(8, task, panel, row, row == 0);
-    if (DOT_ROWS >= 4)
-        for (; row + 4 <= task->rows; row += 4) int8_tile(4, task, panel, row, row == 0);
-    for (; row + 2 <= task->rows; row += 2) int8_tile(2, task, panel, row, row == 0);
-    if (row < task->rows) int8_tile(1, task, panel, row, row == 0);
+static void int8_panel(const struct linear_task *task, int64_t panel) {
+    for (int64_t row = 0, rows; row < task->rows; row += rows) {
+        int64_t left = task->rows - row;
+        rows = left >= DOT_ROWS ? DOT_ROWS : left > DOT_TAIL_ROWS ? DOT_TAIL_ROWS : left;
+        bool prefetch = row == 0;
+        switch (rows) {
+        case 1: int8_tile(1, task, panel, row, prefetch); break;
+        case 2: int8_tile(2, task, panel, row, prefetch); break;
+        case 3: int8_tile(3, task, panel, row, prefetch); break;
+        case 4: int8_tile(4, task, panel, row, prefetch); break;
+#if DOT_TAIL_ROWS > 4
+        case 5: int8_tile(5, task, panel, row, prefetch); break;
+        case 6: int8_tile(6, task, panel, row, prefetch); break;
+        case 7: int8_tile(7, task, panel, row, prefetch); break;
+#endif
+        default: int8_tile(DOT_ROWS, task, panel, row, prefetch); break;
+        }
+    }
 }
 
 void linear_int8_panels(const struct linear_task *task, int64_t first_panel, int64_t end_panel) {
