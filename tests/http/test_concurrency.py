@@ -40,7 +40,7 @@ def make_clients(seed: int) -> list[Client]:
         )
         body: dict[str, Any] = {
             "prompt": shared + "".join(rng.choice("abcdefgh the é😀") for _ in range(rng.randint(1, 60))),
-            "max_tokens": rng.randint(1, 60),
+            "max_tokens": rng.randint(1, 120),
             "temperature": rng.choice([0, 0, 0.7, 1.4]),
             "seed": rng.randint(0, 2**40),
             "n": rng.choice([1, 1, 1, 2, 3]),
@@ -54,7 +54,7 @@ def make_clients(seed: int) -> list[Client]:
         if rng.random() < 0.2:
             body["logit_bias"] = {str(rng.randint(3, 319)): rng.uniform(-20, 20)}
         leaves = rng.randint(0, 8) if rng.random() < 0.25 else None
-        clients.append(Client(body, leaves, rng.random() * 0.5))
+        clients.append(Client(body, leaves, rng.random() * 0.1))
     return clients
 
 
@@ -129,7 +129,7 @@ def settle(server: Server) -> None:
 def crowd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Room for everybody in the queue, and a cache too small for all that run: some are preempted."""
     directory = tmp_path_factory.mktemp("crowd")
-    options = {"engine__max_waiting": 1000, "engine__kv_cache_bytes": 40 * BLOCK_BYTES}
+    options = {"engine__max_waiting": 1000, "engine__kv_cache_bytes": 24 * BLOCK_BYTES}
     running = Server(tiny_overrides(directory, **options), directory / "log").start()
     try:
         yield running.wait_ready()
