@@ -184,7 +184,8 @@ class ModelExecutor(asyncio.Protocol):
                 return
             text = line.decode(errors="replace").rstrip()
             self._stderr_tail.append(text)
-            logger.info("worker %s: %s", self.pid, text)
+            level = logging.getLevelNamesMapping().get(text.partition(" ")[0], logging.INFO)
+            logger.log(level, "worker %s: %s", self.pid, text)
 
     async def _watch_exit(self, stderr_reader: asyncio.Task[None]) -> None:
         assert self._process is not None

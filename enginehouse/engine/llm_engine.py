@@ -79,6 +79,7 @@ class LLMEngine:
         self._requests: dict[SequenceId, tuple[ActiveRequest, Choice]] = {}
         self._nothing_left = asyncio.Event()
         self._nothing_left.set()
+        self._is_closing = False
         self._next_id = itertools.count(1)
         self._resumed_total = 0
         self._supervisor = Supervisor(
@@ -196,8 +197,8 @@ class LLMEngine:
         return await self._encoder.encode(prompt)
 
     def _check_open(self) -> None:
-        if self._supervisor.state == "closed":
-            raise ShuttingDownError("The engine is closed.")
+        if self._is_closing:
+            raise ShuttingDownError("The server is shutting down.")
         if self._supervisor.state == "failed":
             raise NoCapacityError(
                 f"The model's worker is dead: {self._supervisor.detail}", retry_after_s=120.0
@@ -347,7 +348,9 @@ class LLMEngine:
         )
 
     async def close(self, *, grace_s: float = 0.0) -> None:
-        """Let running requests finish for `grace_s`, fail the rest with `ShuttingDownError`, end the worker."""
+        """Refuse new requests, let running ones finish for `grace_s`, fail the rest with `ShuttingDownError`, and
+        end the worker. Safe to call twice."""
+        self._is_closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._nothing_left.wait()

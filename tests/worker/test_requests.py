@@ -346,7 +346,11 @@ async def test_close_lets_running_requests_finish_within_the_grace_time(start_en
     answer = asyncio.create_task(ask_one(engine, [5], params(max_tokens=300)))
     await asyncio.sleep(0.02)
     assert not answer.done()
-    await engine.close(grace_s=20)
+    closing = asyncio.create_task(engine.close(grace_s=20))
+    await asyncio.sleep(0)
+    with pytest.raises(ShuttingDownError):
+        await engine.submit([5], GREEDY)
+    await closing
     assert len((await answer).token_ids) == 300
 
 
