@@ -75,6 +75,8 @@ def test_special_tokens_of_users_stay_text(stored: StoredTokenizers, name: str) 
         "{{ messages[0].content }}{{ messages[1].content }}",
         "{{ messages[0].content | trim }}{{ messages[1].content | trim }}",
         "{{ messages[0].content + messages[1].content }}",
+        "{{ '<|im_' ~ messages[1].content }}",
+        "{{ messages[0].content ~ 'end|>' }}",
         "{{ messages[0].content ~ messages[1].content | lower }}",
         "{% for m in messages %}{{ m.content | upper | lower }}{% endfor %}",
         "{{ messages | map(attribute='content') | join }}",
