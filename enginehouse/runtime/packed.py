@@ -114,8 +114,11 @@ class PackedModel:
         data = self._array(name, entry.arrays, "data")
         scale = self._array(name, entry.arrays, "scale") if "scale" in entry.arrays else None
         bias = self._array(name, entry.arrays, "bias") if "bias" in entry.arrays else None
-        out_features, in_features = entry.shape
-        return LinearWeight(data, scale, bias, out_features, in_features, self.precision)
+        try:
+            out_features, in_features = entry.shape
+            return LinearWeight(data, scale, bias, out_features, in_features, self.precision)
+        except ValueError as error:
+            raise CorruptModelError(f"{self.path}: {name!r} is no packed matrix ({error})") from error
 
     def verify(self) -> None:
         """Compare the weights with their checksum. Raises `CorruptModelError`."""

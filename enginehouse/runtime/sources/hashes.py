@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 from enginehouse.runtime.sources.cache import cache_dir, write_atomically
 
 CHUNK_BYTES = 1 << 20
+
+logger = logging.getLogger(__name__)
 
 
 def file_sha256(path: Path, progress: Callable[[float], None] | None = None) -> str:
@@ -35,7 +38,11 @@ def file_sha256(path: Path, progress: Callable[[float], None] | None = None) -> 
     digest = compute_sha256(resolved, progress)
     # Bytes that changed while they were read must not be remembered under the old times.
     if resolved.stat().st_mtime_ns == status.st_mtime_ns:
-        write_atomically(note_path, json.dumps(identity | {"sha256": digest}).encode())
+        try:
+            write_atomically(note_path, json.dumps(identity | {"sha256": digest}).encode())
+        except OSError as error:
+            # A full disk or a read-only image still serves what is packed; it costs this hash at every start.
+            logger.info("the hash of %s is not remembered: %s", resolved, error)
     return digest
 
 

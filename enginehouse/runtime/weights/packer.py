@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -49,18 +50,20 @@ def pack(
     """
     from enginehouse.runtime.tokenizer_writer import write_tokenizer
 
-    architecture = architecture_for(checkpoint.config)
-    config = architecture.config_from_hf(checkpoint.config)
+    with _readable("configuration"):
+        architecture = architecture_for(checkpoint.config)
+        config = architecture.config_from_hf(checkpoint.config)
     specs = _wanted_tensors(checkpoint, architecture, config)
     require_space(directory, packed_bytes(specs, precision))
     # Before the weights: a tokenizer that cannot be read should not cost the time of packing them.
     tokenizer = checkpoint.tokenizer_files()
-    write_tokenizer(
-        directory,
-        directory=tokenizer.directory,
-        gguf_metadata=tokenizer.gguf_metadata,
-        vocab_size=config.vocab_size,
-    )
+    with _readable("tokenizer"):
+        write_tokenizer(
+            directory,
+            directory=tokenizer.directory,
+            gguf_metadata=tokenizer.gguf_metadata,
+            vocab_size=config.vocab_size,
+        )
     tensors = _write_weights(checkpoint, architecture, specs, precision, directory / WEIGHTS_FILE, progress)
     words = np.memmap(directory / WEIGHTS_FILE, np.uint64, "r")
     manifest = Manifest(
@@ -82,6 +85,17 @@ def pack(
         file.write(encode_manifest(manifest))
         os.fsync(file.fileno())
     return manifest
+
+
+@contextmanager
+def _readable(what: str) -> Iterator[None]:
+    """Readers of foreign JSON trip over values of another kind than they index: that is the file's fault."""
+    try:
+        yield
+    except (TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
+        raise CorruptModelError(
+            f"the model's {what} makes no sense ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _wanted_tensors(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +17,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from enginehouse.errors import CorruptModelError, EnginehouseError, SourceError
+from enginehouse.errors import CorruptModelError, EnginehouseError, ModelError, SourceError
 from enginehouse.runtime.models import architecture_for, load_tensor
 from enginehouse.runtime.ops.layout import LinearWeight, unpack_linear
 from enginehouse.runtime.packed import PackedModel, checksum, encode_manifest, open_packed, read_manifest
@@ -136,6 +140,21 @@ def test_a_second_start_does_nothing_again(source: Path, monkeypatch: pytest.Mon
     stages.clear()
     assert prepare_model(str(source), "int8", lambda what, _: stages.append(what)) == first
     assert stages == []
+
+
+def test_a_cache_that_may_only_be_read_still_serves(
+    source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepare_model(str(source), "int8")
+    shutil.rmtree(cache / "hashes")
+    shutil.rmtree(cache / "locks")
+
+    def refused(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(cache))
+
+    monkeypatch.setattr(hashes, "write_atomically", refused)
+    monkeypatch.setattr(Path, "mkdir", refused)
+    assert prepare_model(str(source), "int8") == first
 
 
 def test_a_changed_source_is_packed_anew(source: Path) -> None:
@@ -331,6 +350,28 @@ def test_a_configuration_larger_than_the_weights_is_refused(
     with pytest.raises(CorruptModelError):
         prepare_model(str(directory), "int8")
     assert leftovers(cache) == []
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_json_does_worse_than_a_named_error(source: Path, data: st.DataObject) -> None:
+    """One value anywhere in a model's JSON files is replaced by another: packed, or refused by a model error."""
+    path = source / data.draw(st.sampled_from(sorted(file.name for file in source.glob("*.json"))))
+    original = path.read_text()
+    document = json.loads(original)
+    node, keys = document, sorted(document)
+    while True:
+        key = data.draw(st.sampled_from(keys))
+        inner = node[key]
+        if not isinstance(inner, dict | list) or not inner or data.draw(st.booleans()):
+            break
+        node, keys = inner, sorted(inner) if isinstance(inner, dict) else list(range(len(inner)))
+    odd = [None, True, -1, 3, 2**63, 0.5, float("nan"), "", "silu", [], {}, [1], {"a": 1}, [{}]]
+    node[key] = data.draw(st.sampled_from(odd))
+    path.write_text(json.dumps(document))
+    with contextlib.suppress(ModelError):
+        prepare_model(str(source), "int8")
+    path.write_text(original)
 
 
 def test_the_worker_imports_nothing_that_reads_other_formats() -> None:
