@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from enginehouse.observability.logs import configure_logging
 from tests.http.serving import Server
 from tests.support.tiny_models import write_tiny_llama
 
@@ -47,3 +48,9 @@ def default_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]
         yield running.wait_ready(300)
     finally:
         running.stop()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plain_logs() -> None:
+    """Applications that run inside the test process log as a server does."""
+    configure_logging("error", "json")
