@@ -30,6 +30,7 @@ from enginehouse.runtime.quantization import (
     FloatArray,
     Int32Array,
     Precision,
+    dequantize_weight,
     from_bf16,
     quantize_activation,
 )
@@ -73,8 +74,7 @@ class NumpyOps(BufferFactory):
         if weight.scale is None:
             out.array[:rows] = values
             return
-        scale = np.repeat(from_bf16(weight.scale[panel, :, lane]), GROUP, axis=1)
-        out.array[:rows] = (values.astype(np.float32) * scale)[:, : weight.in_features]
+        out.array[:rows] = dequantize_weight(values, weight.scale[panel, :, lane])[:, : weight.in_features]
 
     def add_rows(self, table: FloatArray, indices: Int32Array, out: Tensor, rows: int) -> None:
         out.array[:rows] += table[indices[:rows]]

@@ -5,7 +5,11 @@
 #include "dot_int8.h"
 #include "linear.h"
 
-#define PREFETCH_BYTES 4096
+// With few rows the processor's own prefetching keeps up and hints only cost time (measured: 10 %). From four rows on a
+// panel takes longer than the prefetcher looks ahead, and asking for the next panel gains up to a quarter.
+#define PREFETCH_BYTES 9216
+#define PREFETCH_ROWS 4
+#define INTO_SECOND_LEVEL 2
 
 EXPORT const char *enginehouse_instruction_set(void) { return DOT_NAME; }
 
@@ -25,7 +29,7 @@ ALWAYS_INLINE void int8_tile(int rows, const struct linear_task *task, int64_t p
     for (int64_t group = 0; group < num_groups; group++) {
         if (prefetch)
             for (int line = 0; line < GROUP * PANEL; line += 64)
-                __builtin_prefetch(g.weight + PREFETCH_BYTES + line, 0, 3);
+                __builtin_prefetch(g.weight + PREFETCH_BYTES + line, 0, INTO_SECOND_LEVEL);
         ints dot[MAX_DOT_ROWS];
         dot_group(rows, dot, g);
         floats scale = load_bfloat16(weight_scale + group * PANEL);
@@ -47,7 +51,7 @@ static void int8_panel(const struct linear_task *task, int64_t panel) {
     for (int64_t row = 0, rows; row < task->rows; row += rows) {
         int64_t left = task->rows - row;
         rows = left >= DOT_ROWS ? DOT_ROWS : left > DOT_TAIL_ROWS ? DOT_TAIL_ROWS : left;
-        bool prefetch = row == 0;
+        bool prefetch = row == 0 && rows >= PREFETCH_ROWS;
         switch (rows) {
         case 1: int8_tile(1, task, panel, row, prefetch); break;
         case 2: int8_tile(2, task, panel, row, prefetch); break;
