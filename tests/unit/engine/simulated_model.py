@@ -85,9 +85,7 @@ def lone_run(prompt: list[int], params: SamplingParams, max_known: int) -> LoneR
             return LoneRun(tokens, "stop", sampled.token, logprobs)
 
 
-def lone_runs(
-    prompt: list[int], params: SamplingParams, max_known: int, num_sequences: int
-) -> list[LoneRun]:
+def lone_runs(prompt: list[int], params: SamplingParams, max_known: int, num_sequences: int) -> list[LoneRun]:
     return [lone_run(prompt, sibling_params(params, i), max_known) for i in range(num_sequences)]
 
 

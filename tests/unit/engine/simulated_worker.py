@@ -9,7 +9,7 @@ from enginehouse.engine.batching import Continuous, Static
 from enginehouse.engine.kv_cache import KVCache
 from enginehouse.engine.messages import AddSequence, SequenceFailed, SequenceId, SequenceOutput, TokenLogprob
 from enginehouse.engine.sampling_params import SamplingParams
-from enginehouse.engine.sequence import Sequence, sibling_params
+from enginehouse.engine.sequence import Sequence, SequenceState, sibling_params
 from enginehouse.engine.step import ScheduledStep
 from enginehouse.engine.workload_manager import WorkloadConfig, WorkloadManager
 
@@ -62,7 +62,9 @@ class SimulatedWorker:
         prefix_caching: bool = True,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        config = config or WorkloadConfig(max_context=64, batching=Continuous(token_budget=16, max_sequences=4))
+        config = config or WorkloadConfig(
+            max_context=64, batching=Continuous(token_budget=16, max_sequences=4)
+        )
         self.config = config
         self.cache = KVCache(num_blocks, block_size, prefix_caching=prefix_caching)
         self.manager = WorkloadManager(config, self.cache, clock)
@@ -144,6 +146,12 @@ class SimulatedWorker:
         self.finish(step)
         return step
 
+    def schedule_and_note(self, running: list[list[SequenceId]]) -> None:
+        """One step; notes who was running in it."""
+        step = self.schedule()
+        running.append(self.running)
+        self.finish(step)
+
     def drain(self, max_steps: int = 2000) -> None:
         """Run until nothing is left; a livelock is a failure."""
         for _ in range(max_steps):
@@ -157,6 +165,9 @@ class SimulatedWorker:
     def check_integrity(self) -> None:
         tables = [sequence.block_table for sequence in self.sequences.values()]
         self.cache.check_integrity([*tables, self.hostages])
+        for sequence in self.sequences.values():
+            if sequence.state is SequenceState.WAITING:
+                assert (sequence.num_computed, sequence.block_table) == (0, [])
 
     # --- what came of it ---
 

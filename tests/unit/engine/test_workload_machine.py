@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from enginehouse.engine.batching import Batching, Continuous, OneAtATime, Static
 from enginehouse.engine.messages import SequenceId
@@ -17,18 +23,23 @@ from .simulated_model import EOS, STOP
 from .simulated_worker import SimulatedWorker
 
 MAX_CONTEXT = 40
-ALLOWED_FAILURES = {"sequence_failed", "deadline_exceeded", "queue_timeout", "queue_full", "context_length_exceeded"}
+ALLOWED_FAILURES = {
+    "sequence_failed",
+    "deadline_exceeded",
+    "queue_timeout",
+    "queue_full",
+    "context_length_exceeded",
+}
 
-batchings = st.one_of(
-    st.builds(OneAtATime, token_budget=st.sampled_from([1, 3, 16])),
-    st.builds(Static, size=st.integers(1, 4), token_budget=st.sampled_from([4, 7, 64])),
-    st.builds(
-        Continuous,
-        token_budget=st.sampled_from([5, 9, 64]),
-        max_sequences=st.integers(1, 5),
-        prefill_budget_while_decoding=st.sampled_from([1, 3, 64]),
-    ),
+continuous = st.builds(
+    Continuous,
+    token_budget=st.sampled_from([5, 9, 64]),
+    max_sequences=st.integers(2, 5),
+    prefill_budget_while_decoding=st.sampled_from([1, 3, 64]),
 )
+static = st.builds(Static, size=st.integers(1, 4), token_budget=st.sampled_from([4, 7, 64]))
+one_at_a_time = st.builds(OneAtATime, token_budget=st.sampled_from([1, 3, 16]))
+batchings = st.one_of(continuous, continuous, continuous, static, one_at_a_time)
 orders = st.sampled_from([Fifo(), PriorityWithAgeing(ageing_s=2.0), FairShare()])
 
 # Few tokens and few beginnings, so that prompts share prefixes that end inside and at the end of blocks.
@@ -42,7 +53,7 @@ prompts = st.builds(
 
 @st.composite
 def sampling_params(draw: st.DrawFn) -> SamplingParams:
-    max_tokens = draw(st.integers(0, 20))
+    max_tokens = draw(st.one_of(st.integers(0, 3), st.integers(8, 20)))
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=draw(st.integers(0, min(3, max_tokens))),
@@ -54,6 +65,14 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         prompt_logprobs=draw(st.sampled_from([None, None, None, 1])),
         presence_penalty=draw(st.sampled_from([0.0] * 9 + [2.0])),  # 2.0: see `is_cursed`
     )
+
+
+Wish = tuple[list[int], SamplingParams, int, int]
+crowds = st.lists(
+    st.tuples(prompts, sampling_params(), st.sampled_from([1, 1, 2, 3]), st.integers(-2, 2)),
+    min_size=2,
+    max_size=5,
+)
 
 
 class WorkloadMachine(RuleBasedStateMachine):
@@ -69,12 +88,13 @@ class WorkloadMachine(RuleBasedStateMachine):
     @initialize(
         batching=batchings,
         order=orders,
-        capacity_tokens=st.integers(12, 72),
+        capacity_tokens=st.integers(16, 200),
         block_size=st.sampled_from([1, 2, 4, 8]),
         max_waiting=st.sampled_from([2, 100, 100, 100]),
         max_wait_s=st.sampled_from([None, None, None, 5.0]),
         max_prompt_rows=st.sampled_from([1, 4, 64]),
         prefix_caching=st.sampled_from([True, True, True, False]),
+        crowd=crowds,
     )
     def start(
         self,
@@ -86,6 +106,7 @@ class WorkloadMachine(RuleBasedStateMachine):
         max_wait_s: float | None,
         max_prompt_rows: int,
         prefix_caching: bool,
+        crowd: list[Wish],
     ) -> None:
         config = WorkloadConfig(
             max_context=MAX_CONTEXT,
@@ -102,6 +123,7 @@ class WorkloadMachine(RuleBasedStateMachine):
             prefix_caching=prefix_caching,
             clock=lambda: self.now_s,
         )
+        self.add_a_crowd(crowd)
 
     @rule(
         prompt=prompts,
@@ -123,10 +145,10 @@ class WorkloadMachine(RuleBasedStateMachine):
         deadline_s = None if patience_s is None else self.now_s + patience_s
         self.worker.add(prompt, params, n=n, tenant=tenant, priority=priority, deadline_s=deadline_s)
 
-    @rule(wishes=st.lists(st.tuples(prompts, sampling_params(), st.integers(1, 3)), min_size=2, max_size=5))
-    def add_a_crowd(self, wishes: list[tuple[list[int], SamplingParams, int]]) -> None:
-        for prompt, params, n in wishes:
-            self.worker.add(prompt, params, n=n)
+    @rule(crowd=crowds)
+    def add_a_crowd(self, crowd: list[Wish]) -> None:
+        for prompt, params, n, priority in crowd:
+            self.worker.add(prompt, params, n=n, priority=priority, tenant=str(priority))
 
     @rule(num_steps=st.integers(1, 4))
     def step(self, num_steps: int) -> None:
@@ -164,7 +186,7 @@ class WorkloadMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def resume_one_that_was_cut_short(self, data: st.DataObject) -> None:
         """As after a crash: what was emitted is known, and must be continued seamlessly."""
-        cut = [account for account in self.worker.accounts.values() if account.aborted and not account.tokens == []]
+        cut = [account for account in self.worker.accounts.values() if account.aborted and account.tokens]
         if cut:
             account = data.draw(st.sampled_from(cut))
             self.worker.add(
