@@ -36,7 +36,7 @@ async def main(config: EngineConfig) -> None:
 
         # Requests that run at the same time share every step, and each gets what it would get alone.
         seeded = SamplingParams(max_tokens=32, temperature=0.3, top_p=0.95, seed=7)
-        places = ["France", "Japan", "Peru", "Kenya"]
+        places = ["Italy", "Japan", "Peru", "Kenya"]
         answers = await asyncio.gather(
             *(answer(engine, f"What is the capital of {place}?", seeded) for place in places)
         )

@@ -155,6 +155,7 @@ class ModelExecutor(asyncio.Protocol):
             with theirs:
                 self._process = await asyncio.create_subprocess_exec(
                     sys.executable,
+                    "-P",  # what happens to lie in the current directory is not to be imported
                     "-m",
                     "enginehouse.engine.worker",
                     str(theirs.fileno()),
@@ -165,8 +166,10 @@ class ModelExecutor(asyncio.Protocol):
                     pass_fds=[theirs.fileno()],
                     env={**os.environ, **_SINGLE_THREADED_BLAS},
                 )
-        except BaseException:
+        except BaseException as error:
             ours.close()
+            if isinstance(error, OSError):
+                raise ModelLoadFailedError(f"The worker process could not be started: {error}") from error
             raise
         self._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
         reader = asyncio.create_task(self._read_stderr())

@@ -52,6 +52,8 @@ from enginehouse.runtime.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+_TEXT_FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
 MAX_CRASHES = 2
 """Worker deaths a sequence may be part of before it is failed instead of resumed."""
 
@@ -295,7 +297,14 @@ class LLMEngine:
         if entry is None:  # aborted while the step was running
             return
         request, choice = entry
-        for event in choice.apply(output, time.monotonic()):
+        try:
+            events = choice.apply(output, time.monotonic())
+        except _TEXT_FAULTS as error:
+            # A mistake of ours that one output brought to light must not reach the other requests.
+            logger.exception("request %s: turning tokens into text failed", request.stream.request_id)
+            self._fail(request, SequenceFailedError(f"Turning tokens into text failed: {error}"))
+            return
+        for event in events:
             request.stream.push(event)
         if choice.is_finished:
             self._forget([output.sequence_id])

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
 """Below it, every token but the best would underflow anyway."""
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say; OpenAI's value for "very unlikely"."""
 _CHUNK = 64
 
 Logits = npt.NDArray[np.float32]
@@ -170,8 +172,8 @@ class Sampler:
         if num_top:
             ids = _top_ids(scores, min(num_top, self._vocab_size))
             order = np.argsort(-scores[ids], kind="stable")
-            top = [(int(i), float(scores[i]) - log_total) for i in ids[order]]
-        return SampledToken(token, float(scores[token]) - log_total, top)
+            top = [(int(i), max(float(scores[i]) - log_total, MIN_LOGPROB)) for i in ids[order]]
+        return SampledToken(token, max(float(scores[token]) - log_total, MIN_LOGPROB), top)
 
 
 def _is_greedy(params: SamplingParams) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from enginehouse.engine import UNTIL_CONTEXT_END, ChatPrompt, LLMEngine, SamplingParams, TokenEvent
+from enginehouse.engine.stop_strings import StopStringChecker
 from enginehouse.errors import (
     ContextLengthExceededError,
     DeadlineExceededError,
@@ -16,6 +17,7 @@ from enginehouse.errors import (
     InvalidRequestError,
     QueueFullError,
     QueueTimeoutError,
+    SequenceFailedError,
     ShuttingDownError,
     TemplateError,
 )
@@ -150,6 +152,30 @@ async def test_each_choice_stops_on_its_own(start_engine: StartEngine) -> None:
         assert after.text == (before.text if where < 0 else before.text[:where])
     assert stopped[1].reason == "stop"
     assert "length" in {answer.reason for answer in stopped}
+
+
+async def test_a_fault_in_turning_tokens_into_text_stays_with_its_request(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push = StopStringChecker.push
+
+    def broken_push(self: StopStringChecker, text: str) -> tuple[str, str | None]:
+        if self._children[0].get("\x00"):
+            raise KeyError("on purpose")
+        return push(self, text)
+
+    monkeypatch.setattr(StopStringChecker, "push", broken_push)
+    engine = await start_engine()
+    results = await asyncio.gather(
+        ask_one(engine, [5], GREEDY, stop=("\x00",)),
+        *(ask_one(engine, [5], GREEDY) for _ in range(15)),
+        return_exceptions=True,
+    )
+    assert isinstance(results[0], SequenceFailedError)
+    assert all(
+        not isinstance(result, BaseException) and len(result.token_ids) == 24 for result in results[1:]
+    )
+    assert engine.health().restarts_total == 0
 
 
 # Limits ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from enginehouse.engine.random_numbers import uniform
-from enginehouse.engine.sampler import Sampler, SamplingRow
+from enginehouse.engine.sampler import MIN_LOGPROB, Sampler, SamplingRow
 from enginehouse.engine.sampling_params import SamplingParams
 from enginehouse.engine.sequence import SampledToken, SampleError
 
@@ -355,6 +355,15 @@ def test_logprob_of_a_given_token() -> None:
     assert [token for token, _ in result.top] == np.argsort(-exact)[:2].tolist()
     logits[0, 9] = np.nan
     assert isinstance(Sampler(VOCAB).logprob(logits[0], 42, 2), SampleError)
+
+
+def test_log_probabilities_are_always_numbers_that_json_can_say() -> None:
+    logits = np.full((1, VOCAB), -np.inf, dtype=np.float32)
+    logits[0, :2] = 1.0
+    result = Sampler(VOCAB).logprob(logits[0], 42, 4)
+    assert not isinstance(result, SampleError)
+    assert result.logprob == MIN_LOGPROB
+    assert [value for _, value in result.top] == pytest.approx([math.log(0.5)] * 2 + [MIN_LOGPROB] * 2)
 
 
 # Random numbers -------------------------------------------------------------------------------------------------

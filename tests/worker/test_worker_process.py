@@ -321,6 +321,27 @@ async def test_a_crash_while_loading_shows_what_the_worker_wrote(
     assert psutil.Process().children() == []
 
 
+async def test_a_worker_that_cannot_be_started_at_all(
+    tiny_int8: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(ModelLoadFailedError, match="could not be started"):
+        await LLMEngine.start(engine_config(tiny_int8))
+
+
+async def test_restarts_that_fail_end_in_failed(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await start_engine(max_restarts=2)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    answer = asyncio.create_task(ask_one(engine, [5, 6], LONG))
+    await eventually(lambda: engine.stats().num_running == 1, "it runs")
+    worker_of(engine).kill()
+    with pytest.raises(ModelLoadFailedError, match="could not be started"):
+        await answer
+    assert engine.health().state == "failed"
+
+
 async def test_a_load_that_takes_too_long(tiny_int8: Path) -> None:
     since_s = time.monotonic()
     with pytest.raises(ModelLoadFailedError, match=r"0\.001 s"):
