@@ -12,7 +12,7 @@ from enginehouse.cli.progress import stage_bars
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from enginehouse.runtime.weights.inventory import CachedModel
+    from enginehouse.runtime.weights.inventory import CachedModel, PackedCopy
 
 app = typer.Typer(help="Fetch, list and remove models.", no_args_is_help=True)
 
@@ -108,10 +108,22 @@ def _as_json(model: CachedModel) -> dict[str, Any]:
         "fetched_bytes": model.fetched_bytes,
         "files": [str(path) for path in model.fetched_files()],
         "packed": [
-            {"precision": copy.precision, "bytes": copy.num_bytes, "path": str(copy.path)}
+            {
+                "precision": copy.precision,
+                "bytes": copy.num_bytes,
+                "path": str(copy.path),
+                "current": copy.is_current,
+            }
             for copy in model.packed
         ],
     }
+
+
+def _packed_text(copy: PackedCopy) -> str:
+    from enginehouse.runtime.sources.cache import format_bytes
+
+    version = "" if copy.is_current else " (other version)"
+    return f"{format_bytes(copy.num_bytes)} {copy.precision or 'damaged'}{version}"
 
 
 def _print_table(models: list[CachedModel]) -> None:
@@ -127,7 +139,7 @@ def _print_table(models: list[CachedModel]) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("FILES", overflow="fold")
     for model in models:
-        packed = [f"{format_bytes(copy.num_bytes)} {copy.precision or 'damaged'}" for copy in model.packed]
+        packed = [_packed_text(copy) for copy in model.packed]
         places = [
             str(place.relative_to(base)) if place.is_relative_to(base) else str(place)
             for place in _places(model)

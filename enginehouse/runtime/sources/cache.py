@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 from enginehouse.errors import SourceError
 
 CACHE_VARIABLE = "ENGINEHOUSE_CACHE"
+ABANDONED_S = 24 * 3600.0
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction done, 0 to 1, of that one thing."""
@@ -66,13 +68,15 @@ def locked(name: str, progress: Progress = ignore_progress) -> Iterator[None]:
 def staging(destination: Path) -> Iterator[Path]:
     """A temporary directory beside `destination`; what is left in it afterwards is removed.
 
-    Also removes what killed processes left there before, so it may be used only under a lock for `destination`.
+    Also removes what killed processes left there before, for `destination` or more than a day ago for another, so it
+    may be used only under a lock for `destination`.
     """
     parent, prefix = destination.parent, f".incomplete-{destination.name}."
     with storage_errors(parent):
         parent.mkdir(parents=True, exist_ok=True)
-        for leftover in parent.glob(f"{prefix}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        for leftover in parent.glob(".incomplete-*"):
+            if leftover.name.startswith(prefix) or _age_s(leftover) > ABANDONED_S:
+                shutil.rmtree(leftover, ignore_errors=True)
         # Not tempfile: its names are private to this user, and a cache may be shared.
         path = parent / f"{prefix}{uuid.uuid4().hex[:12]}"
         path.mkdir()
@@ -86,6 +90,14 @@ def require_space(directory: Path, needed_bytes: int) -> None:
     """Raise `SourceError` when `directory`'s disk has less than `needed_bytes` free."""
     if shutil.disk_usage(directory).free < needed_bytes:
         raise describe_disk_full(directory.parent, needed_bytes)
+
+
+def _age_s(path: Path) -> float:
+    """Seconds since something in a directory was made or removed; 0 when it has just gone."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def publish(staged: Path, destination: Path) -> None:

@@ -13,7 +13,7 @@ from enginehouse.runtime.sources.cache import locked
 from enginehouse.runtime.sources.hashes import forget
 from enginehouse.runtime.sources.locations import ALIASES, parse_source
 from enginehouse.runtime.sources.records import SourceRecord, all_records
-from enginehouse.runtime.weights.prepare import packed_dir
+from enginehouse.runtime.weights.prepare import packed_dir, packed_version
 
 _HUB_REPOSITORY = "models--"
 
@@ -25,6 +25,11 @@ class PackedCopy:
     path: Path
     precision: Precision | None
     num_bytes: int
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this version of Enginehouse would use it."""
+        return self.path.name.endswith(packed_version())
 
 
 @dataclass(slots=True)
@@ -80,15 +85,21 @@ def cached_models() -> list[CachedModel]:
 
 
 def find_cached(text: str) -> CachedModel:
-    """The cached model that `text` names: an alias, a source, or a path. Raises `SourceError`."""
+    """The cached model that `text` names: an alias, a source, or a path. Raises `SourceError`.
+
+    The path of a packed directory means that one packed form alone.
+    """
     names = {text, ALIASES.get(text, text)}
     if text in ALIASES or text.startswith(("pypi:", "hf:")):
         names.add(str(parse_source(text)))
     else:
         names.add(str(Path(text).expanduser().resolve()))
     for model in cached_models():
-        if model.source in names or any(str(copy.path) in names for copy in model.packed):
+        if model.source in names:
             return model
+        for copy in model.packed:
+            if str(copy.path) in names:
+                return CachedModel(model.source, packed=[copy])
     raise SourceError(f"{text!r} is not in the cache; `enginehouse models list` shows what is")
 
 

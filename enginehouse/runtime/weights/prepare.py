@@ -76,7 +76,12 @@ def packed_dir() -> Path:
 
 def packed_name(source_hash: str, precision: Precision) -> str:
     """The directory name of a packed model."""
-    return f"{source_hash[:24]}-{precision}-v{FORMAT_VERSION}.{LAYOUT_VERSION}"
+    return f"{source_hash[:24]}-{precision}{packed_version()}"
+
+
+def packed_version() -> str:
+    """The end of the directory names of packed models that this version can use."""
+    return f"-v{FORMAT_VERSION}.{LAYOUT_VERSION}"
 
 
 def _prepared(path: Path, manifest: Manifest, source: str, source_path: Path) -> PreparedModel:

@@ -92,6 +92,22 @@ def test_packed_weights_nobody_can_read_can_be_seen_and_removed(source: Path, ca
     assert not packed.exists()
 
 
+def test_one_packed_form_can_be_removed_alone(source: Path, cache: Path) -> None:
+    for precision in ("int8", "fp32"):
+        run("pull", str(source), "--precision", precision)
+    int8 = next(path for path in (cache / "packed").iterdir() if "int8" in path.name)
+    old = int8.rename(int8.with_name(int8.name.rpartition("-")[0] + "-v1.0"))
+    assert "other version" in run("list").stdout.replace("\n", " ")
+    (model,) = listed()
+    assert sorted((copy["precision"], copy["current"]) for copy in model["packed"]) == [
+        ("fp32", True),
+        ("int8", False),
+    ]
+    assert run("rm", str(old), "-y").exit_code == 0
+    (model,) = listed()
+    assert [copy["precision"] for copy in model["packed"]] == ["fp32"]
+
+
 def test_what_is_not_there(source: Path) -> None:
     result = run("rm", "smollm2", "--yes")
     assert isinstance(result.exception, SourceError)

@@ -294,6 +294,16 @@ def test_a_process_killed_while_packing_leaves_nothing_wrong(
     assert leftovers(cache) == []
 
 
+def test_what_others_abandoned_long_ago_is_removed(source: Path, cache: Path) -> None:
+    fresh, old = (cache / "packed" / f".incomplete-other-int8-v1.1.{name}" for name in ("fresh", "old"))
+    for path in (fresh, old):
+        path.mkdir(parents=True)
+        (path / "weights.bin").touch()
+    os.utime(old, (0, 0))
+    prepare_model(str(source), "int8")
+    assert leftovers(cache) == [fresh]
+
+
 def test_a_full_disk_is_said_before_anything_is_written(
     source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
