@@ -1,12 +1,15 @@
-"""Symmetric int8 quantisation in groups of 64, for weights (once, when packing) and activations (every step).
+"""Symmetric int8 quantisation in rotated groups of 64, for weights (once, when packing) and activations (every step).
 
-One scale a group keeps an outlier channel from ruining its whole row; one scale a row of activations costs 3 % of
-perplexity on SmolLM2-135M and groups of 64 cost 0.5 %. Values stay in [-127, 127]: -128 would overflow the
-`maddubs(abs(w), sign(a, w))` product of AVX2.
+One scale a group keeps an outlier channel from ruining its whole row. Within the group the outlier would still
+decide everyone's step, so both sides of a product are first multiplied by the same orthonormal matrix, which
+spreads it and leaves the product as it was: (xH)(wH)ᵀ = xwᵀ. (The idea is QuaRot's, arXiv:2404.00456; a group at a
+time it costs a few instructions.) docs/quality.md has what each step is worth. Values stay in [-127, 127]: -128
+would overflow the `maddubs(abs(w), sign(a, w))` product of AVX2.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import numpy as np
@@ -38,6 +41,22 @@ def pad_last(values: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
     return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, missing)])
 
 
+def rotate(values: FloatArray) -> FloatArray:
+    """Groups [..., 64] times the orthonormal Walsh-Hadamard matrix, which is its own inverse.
+
+    Six rounds of sums and differences in the kernels' order, so that both give the same bits.
+    """
+    shape = values.shape
+    rotated = values.astype(np.float32, copy=False)
+    for distance in (32, 16, 8, 4, 2, 1):
+        pairs = rotated.reshape(-1, 2, distance)
+        rotated = np.empty_like(pairs)
+        np.add(pairs[:, 0], pairs[:, 1], out=rotated[:, 0])
+        np.subtract(pairs[:, 0], pairs[:, 1], out=rotated[:, 1])
+    rotated *= np.float32(1 / math.sqrt(GROUP))
+    return rotated.reshape(shape)
+
+
 def to_bf16_up(values: FloatArray) -> UInt16Array:
     """Non-negative float32 to bfloat16 bits, rounded towards infinity, so a scale never gets smaller."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
@@ -57,9 +76,7 @@ def quantize_weight(weight: FloatArray) -> tuple[Int8Array, UInt16Array]:
     """
     num_outputs, width = weight.shape
     padded = round_up(width, GROUP)
-    groups = pad_last(weight.astype(np.float32, copy=False), padded).reshape(
-        num_outputs, padded // GROUP, GROUP
-    )
+    groups = rotate(pad_last(weight, padded).reshape(num_outputs, padded // GROUP, GROUP))
     maximum = np.abs(groups).max(axis=2)
     maximum[maximum < SMALLEST_MAXIMUM] = 0
     scale_bits = to_bf16_up(maximum / np.float32(MAX_INT8))
@@ -71,8 +88,8 @@ def quantize_weight(weight: FloatArray) -> tuple[Int8Array, UInt16Array]:
 
 def dequantize_weight(quantized: Int8Array, scale_bits: UInt16Array) -> FloatArray:
     """The float32 values [N, Kpad] that int8 [N, Kpad] and bfloat16 scales [N, Kpad/64] stand for."""
-    scale = np.repeat(from_bf16(scale_bits), GROUP, axis=1)
-    return quantized.astype(np.float32) * scale
+    groups = quantized.astype(np.float32).reshape(len(quantized), -1, GROUP)
+    return rotate(groups * from_bf16(scale_bits)[:, :, None]).reshape(quantized.shape)
 
 
 def quantize_activation(values: FloatArray) -> tuple[Int8Array, FloatArray, Int32Array]:
@@ -83,7 +100,8 @@ def quantize_activation(values: FloatArray) -> tuple[Int8Array, FloatArray, Int3
     """
     num_rows, width = values.shape
     padded = round_up(width, GROUP)
-    groups = pad_last(values, padded).reshape(num_rows, padded // GROUP, GROUP)
+    with np.errstate(invalid="ignore", over="ignore"):
+        groups = rotate(pad_last(values, padded).reshape(num_rows, padded // GROUP, GROUP))
     maximum = np.abs(groups).max(axis=2)
     finite = np.isfinite(maximum)
     usable = finite & (maximum >= SMALLEST_MAXIMUM)

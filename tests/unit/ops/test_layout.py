@@ -7,8 +7,10 @@ from enginehouse.runtime.ops import KVMemory, LinearWeight, pack_linear, unpack_
 from enginehouse.runtime.quantization import (
     dequantize_weight,
     from_bf16,
+    pad_last,
     quantize_activation,
     quantize_weight,
+    rotate,
     to_bf16_up,
 )
 
@@ -26,15 +28,38 @@ def test_bfloat16_scales_round_up_and_never_down():
     assert (from_bf16(to_bf16_up(exact)) == exact).all()
 
 
-def test_weight_error_is_at_most_half_a_step_of_its_own_group():
+def test_rotation_is_orthonormal_and_its_own_inverse():
+    matrix = rotate(np.eye(64, dtype=np.float32))
+    assert (np.abs(matrix) == 0.125).all()
+    assert (matrix @ matrix.T == np.eye(64)).all()
+    assert (matrix == matrix.T).all()
+    values = random(5, 3, 64)
+    assert np.allclose(rotate(values), values @ matrix, atol=1e-5)
+    assert np.allclose(rotate(rotate(values)), values, atol=1e-5)
+
+
+def test_rotated_weight_error_is_at_most_half_a_step_of_its_own_group():
     weight = random(20, 130)
     weight[3, 70] = 100  # an outlier must not touch the other groups of its row
     quantized, scale = quantize_weight(weight)
     assert quantized.min() >= -127
-    restored = dequantize_weight(quantized, scale)[:, :130]
-    step = np.repeat(from_bf16(scale), 64, axis=1)[:, :130]
-    assert (np.abs(restored - weight) <= step * 0.5001).all()
+    exact = rotate(pad_last(weight, 192).reshape(20, 3, 64))
+    step = from_bf16(scale)[:, :, None]
+    assert (np.abs(quantized.reshape(20, 3, 64) * step - exact) <= step * 0.5001).all()
     assert step[3, 0] < 0.05
+    restored = dequantize_weight(quantized, scale)
+    assert np.abs(restored[:, :130] - weight).max() < 0.2
+    assert np.abs(restored[:, 130:]).max() < 0.2
+
+
+def test_an_outlier_costs_its_group_less_than_without_rotation():
+    x = random(200, 64)
+    x[:, 9] *= 20
+    quantized, scale, _ = quantize_activation(x)
+    error = rotate(quantized * scale) - x
+    plain_scale = np.abs(x).max(axis=1, keepdims=True) / 127
+    plain_error = np.rint(x / plain_scale) * plain_scale - x
+    assert (error**2).mean() < 0.3 * (plain_error**2).mean()
 
 
 def test_zero_weights_and_zero_activations_stay_zero():
@@ -70,8 +95,9 @@ def test_packing_int8_keeps_exactly_the_quantised_values(outputs, inputs):
 
 
 def test_packed_int8_bytes_are_sixteen_outputs_by_four_inputs():
-    weight = np.zeros((32, 128), np.float32)
-    weight[18, 70] = 1.0
+    weight = np.zeros((32, 2, 64), np.float32)
+    weight[18, 1, 6] = 1.0
+    weight = rotate(weight).reshape(32, 128)
     arrays = pack_linear(weight, "int8")
     assert arrays["data"].shape == (2, 32, 16, 4)
     assert arrays["data"][1, 17, 2, 2] > 100

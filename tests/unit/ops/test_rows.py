@@ -148,11 +148,15 @@ def test_rows_beyond_the_count_are_left_alone(kernels, name):
     assert not (out.values[:3] == 7).any()
 
 
-def test_padding_of_quantised_rows_is_zero(kernels):
-    out = kernels.activation(2, 100, "int8")
+def test_the_last_group_is_padded_with_zeros_before_it_is_rotated(kernels):
+    values, padded = random(2, 100), np.zeros((2, 128), np.float32)
+    padded[:, :100] = values
+    out, whole = kernels.activation(2, 100, "int8"), kernels.activation(2, 128, "int8")
     out.quantized[:] = 99
-    kernels.prepare(filled(random(2, 100)), out, 2)
-    assert not out.quantized[:, 100:].any()
+    kernels.prepare(filled(values), out, 2)
+    kernels.prepare(filled(padded), whole, 2)
+    assert (out.quantized == whole.quantized).all()
+    assert (out.scale == whole.scale).all()
 
 
 def test_table_rows_are_added_and_gathered(kernels, reference):

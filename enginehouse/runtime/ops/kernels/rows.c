@@ -1,6 +1,6 @@
 // Operations on one row at a time: norms, activation functions, embeddings. Each ends by writing its row in the form
 // the next linear layer reads, so int8 quantisation costs no pass of its own.
-#include "simd.h"
+#include "rotate.h"
 
 #define PARALLEL_ELEMENTS 16384 // below this many elements waking other threads costs more than it saves
 
@@ -33,9 +33,12 @@ static void run_row_task(struct row_task *task, int64_t num_threads) {
 
 // --- Writing a row ---------------------------------------------------------------------------------------
 
-// 64 values to int8 with one scale. Comparing magnitudes as integers orders them like floats and puts infinities and
+// 64 values, rotated, to int8 with one scale. Comparing magnitudes as integers orders them like floats and puts
+// infinities and
 // NaNs on top, so a group that holds one is noticed: it becomes zeros with a NaN scale.
-ALWAYS_INLINE void quantize_group(const floats value[4], const struct activation *out, int64_t group) {
+ALWAYS_INLINE void quantize_group(const floats original[4], const struct activation *out, int64_t group) {
+    floats value[4] = {original[0], original[1], original[2], original[3]};
+    rotate_group(value);
     ints mask = splat_int(0x7fffffff), largest = splat_int(0);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) largest = greater_int(largest, and_int(as_ints(value[i]), mask));
@@ -247,14 +250,19 @@ EXPORT int64_t enginehouse_copy_rows(const float *table, int64_t table_rows, con
 }
 
 static void embed_int8(const struct linear_weight *weight, int64_t panel, int64_t lane, float *out) {
-    int64_t num_groups = (weight->in_features + GROUP - 1) / GROUP;
+    int64_t width = weight->in_features, num_groups = (width + GROUP - 1) / GROUP;
     const int8_t *data = (const int8_t *)weight->data + panel * num_groups * GROUP * PANEL + lane * 4;
     const uint16_t *scales = weight->scale + panel * num_groups * PANEL + lane;
-    for (int64_t k = 0; k < weight->in_features; k++) {
-        uint32_t bits = (uint32_t)scales[k / GROUP * PANEL] << 16;
-        float scale;
+    for (int64_t group = 0; group < num_groups; group++, data += GROUP * PANEL) {
+        uint32_t bits = (uint32_t)scales[group * PANEL] << 16;
+        float scale, buffer[GROUP];
         memcpy(&scale, &bits, sizeof scale);
-        out[k] = (float)data[k / 4 * PANEL * 4 + k % 4] * scale;
+        for (int k = 0; k < GROUP; k++) buffer[k] = (float)data[k / 4 * PANEL * 4 + k % 4] * scale;
+        floats value[4] = {load(buffer), load(buffer + 16), load(buffer + 32), load(buffer + 48)};
+        rotate_group(value);
+        for (int i = 0; i < 4; i++) store(buffer + 16 * i, value[i]);
+        int64_t start = group * GROUP, count = width - start < GROUP ? width - start : GROUP;
+        memcpy(out + start, buffer, (size_t)count * sizeof(float));
     }
 }
 
