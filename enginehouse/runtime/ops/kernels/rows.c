@@ -34,8 +34,7 @@ static void run_row_task(struct row_task *task, int64_t num_threads) {
 // --- Writing a row ---------------------------------------------------------------------------------------
 
 // 64 values, rotated, to int8 with one scale. Comparing magnitudes as integers orders them like floats and puts
-// infinities and
-// NaNs on top, so a group that holds one is noticed: it becomes zeros with a NaN scale.
+// infinities and NaNs on top, so a group that holds one is noticed: it becomes zeros with a NaN scale.
 ALWAYS_INLINE void quantize_group(const floats original[4], const struct activation *out, int64_t group) {
     floats value[4] = {original[0], original[1], original[2], original[3]};
     rotate_group(value);
