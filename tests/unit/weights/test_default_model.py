@@ -41,9 +41,9 @@ def test_it_packs_to_what_its_file_says() -> None:
     }.items():
         exact = np.concatenate([checkpoint.read(source) for source in sources])
         found = unpack_linear(model.linear(name))
-        groups = np.abs(exact).reshape(*exact.shape[:1], -1, 64).max(axis=2).repeat(64, axis=1)
-        # Half a step of the group's scale, and the scale's own rounding to bfloat16.
-        assert (np.abs(found - exact) <= groups / 127 * 0.51).all()
+        # int8 steps of a group's largest value leave about 0.7 % of noise; a wrong row or column leaves over 100 %.
+        error = np.linalg.norm(found - exact, axis=1) / np.linalg.norm(exact, axis=1)
+        assert error.max() < 0.02
 
 
 def test_its_tokenizer_comes_along() -> None:
