@@ -62,8 +62,7 @@ def serve(
     )
     server = _Server(config, lambda: on_listening(_url(listener)) if on_listening else None)
     try:
-        asyncio_run = uvicorn.Server.run
-        asyncio_run(server, sockets=[listener])
+        server.run(sockets=[listener])
     except KeyboardInterrupt:
         pass
     finally:
