@@ -32,7 +32,8 @@ GREEDY_BELOW_TEMPERATURE = 1e-5
 """Below it, every token but the best would underflow anyway."""
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say; OpenAI's value for "very unlikely"."""
-_CHUNK = 64
+_STRIPE = 64
+_FIRST_NUCLEUS = 256
 
 Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.intp]
@@ -53,7 +54,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        padded = -(-vocab_size // _CHUNK) * _CHUNK
+        padded = -(-vocab_size // _STRIPE) * _STRIPE
         self._padded_scores = np.full(padded, -np.inf, dtype=np.float32)
         self._scores = self._padded_scores[:vocab_size]
         self._weights = np.zeros(padded, dtype=np.float32)
@@ -85,24 +86,23 @@ class Sampler:
         if not math.isfinite(best):
             return SampleError(_not_finite(best))
         params = row.params
-        token = best_token
+        token, scores = best_token, logits
         if _changes_logits(row):
-            self._adjust(logits, row)
-            token = int(self._scores.argmax())
-            if not math.isfinite(self._scores[token]):
+            scores = self._adjust(logits, row)
+            token = int(scores.argmax())
+            if not math.isfinite(scores[token]):
                 return SampleError("biases and bans leave no token to choose")
-        elif not _is_greedy(params):
-            np.copyto(self._scores, logits)
         if not _is_greedy(params):
-            token = self._draw(params, token, uniform(params.seed or 0, len(row.output_tokens)))
+            np.subtract(scores, scores[token], out=self._scores)
+            token = self._draw(params, uniform(params.seed or 0, len(row.output_tokens)))
         if params.logprobs is None:
             return SampledToken(token)
         return self._logprob(logits, best, token, params.logprobs)
 
     # Logits ---------------------------------------------------------------------------------------------------
 
-    def _adjust(self, logits: Logits, row: SamplingRow) -> None:
-        """Fill the scratch row with logits after penalties, biases and bans."""
+    def _adjust(self, logits: Logits, row: SamplingRow) -> Logits:
+        """The scratch row, filled with logits after penalties, biases and bans."""
         scores, params = self._scores, row.params
         np.copyto(scores, logits)
         if params.repetition_penalty != 1.0:
@@ -117,24 +117,27 @@ class Sampler:
             scores[token] += bias
         if len(row.output_tokens) < params.min_tokens:
             scores[list(_end_tokens(params))] = -np.inf
+        return scores
 
     # Drawing --------------------------------------------------------------------------------------------------
 
-    def _draw(self, params: SamplingParams, best_token: int, number: float) -> int:
-        """A token drawn from the scratch row with the random `number` in [0, 1)."""
+    def _draw(self, params: SamplingParams, number: float) -> int:
+        """A token drawn from the scratch row, whose best score is 0, with the random `number` in [0, 1)."""
         scores = self._padded_scores
-        scores -= scores[best_token]
-        scores /= np.float32(params.temperature)
+        if params.temperature != 1.0:
+            scores *= np.float32(1.0 / params.temperature)
         if 0 < params.top_k < self._vocab_size:
             ids = _top_ids(scores, params.top_k)
             weights = np.exp(scores[ids].astype(np.float64))
+            total = float(weights.sum())
         else:
             np.exp(scores, out=self._weights)
             if params.top_p == 1.0 and params.min_p == 0.0:
                 return _draw_from_all(self._weights, number)
-            ids, weights = self._likely(params)
+            total = float(self._weights.sum(dtype=np.float64))
+            ids, weights = self._likely(params, total)
         if params.top_p < 1.0:
-            ids, weights = _nucleus(ids, weights, self._nucleus_mass(params, weights))
+            ids, weights = _nucleus(ids, weights, params.top_p * total)
         if params.min_p > 0.0:
             keep = weights >= params.min_p * weights.max()
             ids, weights = ids[keep], weights[keep]
@@ -142,24 +145,15 @@ class Sampler:
         chosen = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
         return int(ids[min(chosen, len(ids) - 1)])
 
-    def _likely(self, params: SamplingParams) -> tuple[Ids, Weights]:
+    def _likely(self, params: SamplingParams, total: float) -> tuple[Ids, Weights]:
         """A superset of what top_p and min_p keep: without sorting, everything is left out that cannot be in it.
 
-        Tokens below (1 - top_p) / vocab_size of the mass hold less than 1 - top_p together, so the tokens above
-        hold more than top_p; the nucleus is among them.
+        Tokens below (1 - top_p) / vocab_size of the total hold less than 1 - top_p of it together, so the tokens
+        above hold more than top_p; the nucleus is among them.
         """
-        floor = params.min_p
-        if params.top_p < 1.0:
-            total = float(self._weights.sum(dtype=np.float64))
-            floor = max(floor, 0.999 * (1.0 - params.top_p) * total / self._vocab_size)
+        floor = max(params.min_p, 0.999 * (1.0 - params.top_p) * total / self._vocab_size)
         ids = np.flatnonzero(self._weights >= floor)
         return ids, self._weights[ids].astype(np.float64)
-
-    def _nucleus_mass(self, params: SamplingParams, weights: Weights) -> float:
-        """Weight the nucleus must reach: a share of what top_k left, or of the whole vocabulary."""
-        if 0 < params.top_k < self._vocab_size:
-            return params.top_p * float(weights.sum())
-        return params.top_p * float(self._weights.sum(dtype=np.float64))
 
     # Log-probabilities ----------------------------------------------------------------------------------------
 
@@ -200,12 +194,12 @@ def _not_finite(best: float) -> str:
 
 
 def _top_ids(scores: Logits, k: int) -> Ids:
-    """Ids of the k best scores, ascending; among equals the lowest ids. len(scores) is a multiple of the chunk.
+    """Ids of the k best scores, ascending; among equals the lowest ids. len(scores) is a multiple of `_STRIPE`.
 
-    Each of the k best chunk maxima is a score, so the k-th of them bounds the k-th best score from below: only
-    what reaches it has to be looked at closely.
+    Each of the k best maxima of stripes is a score, so the k-th of them bounds the k-th best score from below:
+    only what reaches it has to be looked at closely.
     """
-    maxima = scores.reshape(-1, _CHUNK).max(axis=1)
+    maxima = _stripes(scores).max(axis=0)
     if k < len(maxima):
         floor = np.partition(maxima, len(maxima) - k)[len(maxima) - k]
         ids = np.flatnonzero(scores >= floor)
@@ -221,7 +215,17 @@ def _top_ids(scores: Logits, k: int) -> Ids:
 
 
 def _nucleus(ids: Ids, weights: Weights, mass: float) -> tuple[Ids, Weights]:
-    """The fewest best tokens whose weights reach `mass`, best first; among equals the lowest ids."""
+    """The fewest best tokens whose weights reach `mass`, best first; among equals the lowest ids.
+
+    Few tokens hold the mass most of the time, so sorting starts with the best `_FIRST_NUCLEUS` alone.
+    """
+    size = _FIRST_NUCLEUS
+    while size < len(weights):
+        likely = weights >= np.partition(weights, len(weights) - size)[len(weights) - size]
+        if weights[likely].sum() >= mass:
+            ids, weights = ids[likely], weights[likely]
+            break
+        size *= 4
     order = np.argsort(-weights, kind="stable")
     sorted_weights = weights[order]
     count = int(np.searchsorted(np.cumsum(sorted_weights), mass, side="left")) + 1
@@ -229,13 +233,21 @@ def _nucleus(ids: Ids, weights: Weights, mass: float) -> tuple[Ids, Weights]:
 
 
 def _draw_from_all(weights: Logits, number: float) -> int:
-    """Inversion over the whole vocabulary: the chunk first, then the token, which is cheaper than one long sum."""
-    chunks = weights.reshape(-1, _CHUNK)
-    cumulative = np.cumsum(chunks.sum(axis=1, dtype=np.float64))
+    """Inversion over the whole vocabulary: a stripe first, then a token of it, which is cheaper than one long
+    cumulative sum."""
+    stripes = _stripes(weights)
+    cumulative = np.cumsum(stripes.sum(axis=0), dtype=np.float64)
     target = number * float(cumulative[-1])
-    chunk = min(int(np.searchsorted(cumulative, target, side="right")), len(cumulative) - 1)
-    before = float(cumulative[chunk - 1]) if chunk else 0.0
-    inner = np.cumsum(chunks[chunk], dtype=np.float64)
+    stripe = min(int(np.searchsorted(cumulative, target, side="right")), len(cumulative) - 1)
+    before = float(cumulative[stripe - 1]) if stripe else 0.0
+    inner = np.cumsum(stripes[:, stripe], dtype=np.float64)
     position = int(np.searchsorted(inner, target - before, side="right"))
     # Rounding may point behind the last token that has any weight.
-    return chunk * _CHUNK + min(position, int(np.flatnonzero(chunks[chunk])[-1]))
+    position = min(position, int(np.flatnonzero(stripes[:, stripe])[-1]))
+    return position * len(cumulative) + stripe
+
+
+def _stripes(values: Logits) -> Logits:
+    """The same memory as [_STRIPE, n]: column j is a stripe of tokens, n apart. Reductions over columns run at
+    the speed of memory."""
+    return values.reshape(_STRIPE, -1)
