@@ -87,7 +87,7 @@ class LogSettings(_Section):
     format: Literal["auto", "console", "json"] = "auto"
     """`json` lines for machines, `console` for people; `auto` is `console` on a terminal."""
     access: bool = True
-    """Whether each HTTP request gives a line."""
+    """Whether each HTTP request gives a line (health, readiness and metrics only at level debug)."""
 
 
 class BatchingSettings(_Section):

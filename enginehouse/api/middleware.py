@@ -30,6 +30,8 @@ _ACCEPTABLE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _SCOPE_KEY = "enginehouse.request"
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Paths that need no key."""
+_PROBES = OPEN_PATHS | {"/metrics"}
+"""Paths that machines ask for every few seconds; logged at level debug."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,8 @@ class RequestContextMiddleware:
 
     def _log_access(self, scope: Scope, context: RequestContext, status: int) -> None:
         client = scope.get("client")
-        _log.info(
+        write = _log.debug if scope["path"] in _PROBES else _log.info
+        write(
             "access",
             request_id=context.request_id,
             client=client[0] if client else None,

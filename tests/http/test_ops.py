@@ -101,6 +101,17 @@ def test_request_record(server: Server) -> None:
     assert len(text) < 4 or text not in server.log()
 
 
+def test_access_log(server: Server) -> None:
+    for path in ("/health", "/ready", "/metrics", "/v1/models", "/no/such/route"):
+        server.get(path, headers={"x-request-id": "access-1"})
+    lines = [line for line in server.log_lines() if line.get("request_id") == "access-1"]
+    assert [(line["path"], line["status"]) for line in lines] == [
+        ("/v1/models", 200),
+        ("/no/such/route", 404),
+    ]
+    assert all(line["event"] == "access" and line["duration_ms"] >= 0 for line in lines)
+
+
 def test_openapi_describes_every_route(server: Server) -> None:
     description = server.get("/openapi.json").json()
     assert {"/v1/chat/completions", "/v1/completions", "/basic_generate", "/generate", "/generate_stream", "/health"} <= set(
