@@ -11,6 +11,9 @@ from typing import Any
 from enginehouse.engine import Finished, LLMEngine, Prompt, RequestStream, SamplingParams, Started, TokenEvent
 from enginehouse.engine.messages import TokenLogprob
 
+SLOW = {"kernels": "numpy"}
+"""For `start_engine`: steps of milliseconds, for tests that must do something while a sequence runs."""
+
 
 @dataclass
 class Answer:

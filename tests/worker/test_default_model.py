@@ -40,15 +40,15 @@ def test_the_library_example_makes_sense_on_the_default_model() -> None:
 
 
 @pytest.mark.model
-async def test_it_knows_the_capital_of_france(start_engine: StartEngine) -> None:
+async def test_it_knows_the_capital_of_japan(start_engine: StartEngine) -> None:
     engine = await start_engine(DEFAULT_SOURCE)
-    answer = await ask_one(engine, chat("What is the capital of France?"), GREEDY)
-    assert "Paris" in answer.text
+    answer = await ask_one(engine, chat("What is the capital of Japan?"), GREEDY)
+    assert "Tokyo" in answer.text
     assert answer.reason == "stop"
-    stopped = await ask_one(engine, chat("What is the capital of France?"), GREEDY, stop=("Paris",))
-    assert stopped.text == answer.text.partition("Paris")[0]
+    stopped = await ask_one(engine, chat("What is the capital of Japan?"), GREEDY, stop=("Tokyo",))
+    assert stopped.text == answer.text.partition("Tokyo")[0]
     assert stopped.finished is not None
-    assert stopped.finished.stop_reason == "Paris"
+    assert stopped.finished.stop_reason == "Tokyo"
 
 
 @pytest.mark.model

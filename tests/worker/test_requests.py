@@ -23,7 +23,7 @@ from enginehouse.errors import (
 )
 from tests.support.tiny_models import EOS_TOKEN_ID, MAX_CONTEXT
 from tests.worker.conftest import StartEngine
-from tests.worker.driving import ask, ask_one, idle, read
+from tests.worker.driving import SLOW, ask, ask_one, idle, read
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
@@ -291,12 +291,15 @@ async def test_a_sequence_too_large_for_the_cache_fails_alone(start_engine: Star
 
 
 async def test_the_queue_is_bounded_and_says_when_to_come_back(start_engine: StartEngine) -> None:
-    engine = await start_engine(max_sequences=2, max_waiting=3)
+    engine = await start_engine(max_sequences=2, max_waiting=3, **SLOW)
     streams = [await engine.submit([5 + i], params(max_tokens=200)) for i in range(5)]
-    before_s = time.monotonic()
-    with pytest.raises(QueueFullError) as caught:
-        await engine.submit([50], GREEDY)
-    assert time.monotonic() - before_s < 0.01
+    refusals_s = []
+    for _ in range(20):
+        before_s = time.monotonic()
+        with pytest.raises(QueueFullError) as caught:
+            await engine.submit([50], GREEDY)
+        refusals_s.append(time.monotonic() - before_s)
+    assert sorted(refusals_s)[10] < 0.01
     assert caught.value.retry_after_s is not None
     assert 1 <= caught.value.retry_after_s <= 120
     with pytest.raises(QueueFullError):
@@ -306,7 +309,7 @@ async def test_the_queue_is_bounded_and_says_when_to_come_back(start_engine: Sta
 
 
 async def test_waiting_too_long_is_told(start_engine: StartEngine) -> None:
-    engine = await start_engine(max_sequences=1, max_queue_wait_s=0.05)
+    engine = await start_engine(max_sequences=1, max_queue_wait_s=0.05, **SLOW)
     slow = asyncio.create_task(ask_one(engine, [5], params(max_tokens=450)))
     await asyncio.sleep(0.01)
     with pytest.raises(QueueTimeoutError) as caught:
@@ -316,7 +319,7 @@ async def test_waiting_too_long_is_told(start_engine: StartEngine) -> None:
 
 
 async def test_deadlines(start_engine: StartEngine) -> None:
-    engine = await start_engine()
+    engine = await start_engine(**SLOW)
     now_s = time.monotonic()
     with pytest.raises(DeadlineExceededError):
         await ask_one(engine, [5], params(max_tokens=500), deadline_s=now_s + 0.03)
@@ -354,7 +357,7 @@ async def test_fair_share_order(start_engine: StartEngine) -> None:
 
 
 async def test_close_fails_what_runs_and_what_comes(start_engine: StartEngine) -> None:
-    engine = await start_engine()
+    engine = await start_engine(**SLOW)
     stream = await engine.submit([5], params(max_tokens=500))
     events = [await anext(stream)]
     await engine.close()
@@ -368,7 +371,7 @@ async def test_close_fails_what_runs_and_what_comes(start_engine: StartEngine) -
 
 
 async def test_close_lets_running_requests_finish_within_the_grace_time(start_engine: StartEngine) -> None:
-    engine = await start_engine()
+    engine = await start_engine(**SLOW)
     answer = asyncio.create_task(ask_one(engine, [5], params(max_tokens=300)))
     await asyncio.sleep(0.02)
     assert not answer.done()

@@ -116,6 +116,23 @@ def test_blocks_of_an_aborted_sequence_are_free_before_the_next_step_but_one(ben
     assert (len(tokens[1]), len(tokens[2])) == (4, 12)
 
 
+def test_abort_between_chunks_of_a_prompt(tiny_int8: Path) -> None:
+    bench = Bench(tiny_int8, prefix_cache=False, token_budget=7, max_sequences=4)
+    steps = bench.run({0: [add(1, 200), add(2, 3)], 5: [AbortSequences(sequence_ids=[SequenceId(1)])]})
+    assert 1 not in tokens_of(steps)
+    assert len(tokens_of(steps)[2]) == 12
+    assert steps[4].stats.blocks_used > 2
+    assert steps[6].stats.blocks_used <= 1
+    assert steps[-1].stats.computed_tokens_total < 100
+
+
+def test_abort_of_a_sequence_that_waits(tiny_int8: Path) -> None:
+    bench = Bench(tiny_int8, prefix_cache=False, max_sequences=1)
+    steps = bench.run({0: [add(1), add(2)], 3: [AbortSequences(sequence_ids=[SequenceId(2)])]})
+    assert [step.stats.num_waiting for step in steps[1:4]] == [1, 1, 0]
+    assert tokens_of(steps).keys() == {1}
+
+
 def test_a_resumed_sequence_continues_with_the_same_tokens(bench: Bench) -> None:
     request = add(1, temperature=1.0, seed=5, max_tokens=20)
     whole = tokens_of(bench.run({0: [request]}))[1]

@@ -36,7 +36,7 @@ from enginehouse.engine.messages import (
 from enginehouse.engine.worker_channel import WorkerChannel
 from enginehouse.errors import EnginehouseError, ModelLoadFailedError, NoCapacityError, WorkerDiedError
 from tests.worker.conftest import StartEngine, engine_config
-from tests.worker.driving import ask, ask_one, eventually, read
+from tests.worker.driving import SLOW, ask, ask_one, eventually, read
 from tests.worker.test_same_tokens import answer_all, outputs, questions
 
 LONG = SamplingParams(max_tokens=400, temperature=1.0, seed=3, ignore_eos=True)
@@ -74,7 +74,7 @@ async def test_killed_worker_is_replaced_and_streams_go_on(start_engine: StartEn
 
 
 async def test_a_sequence_in_two_crashes_fails_and_the_engine_goes_on(start_engine: StartEngine) -> None:
-    engine = await start_engine()
+    engine = await start_engine(**SLOW)
     answer = asyncio.create_task(ask_one(engine, [5, 6], LONG))
     for crash in range(2):
         await eventually(
@@ -102,7 +102,7 @@ async def test_requests_during_a_restart_wait_for_it(start_engine: StartEngine) 
 
 
 async def test_without_restarts_a_death_is_told_to_all(start_engine: StartEngine) -> None:
-    engine = await start_engine(max_restarts=0)
+    engine = await start_engine(max_restarts=0, **SLOW)
     answers = [asyncio.create_task(ask_one(engine, [5, 6 + i], LONG)) for i in range(4)]
     await eventually(lambda: engine.stats().num_running == 4, "they run")
     worker_of(engine).kill()
@@ -115,26 +115,26 @@ async def test_without_restarts_a_death_is_told_to_all(start_engine: StartEngine
 
 
 async def test_a_silent_worker_is_killed_and_replaced(start_engine: StartEngine) -> None:
-    engine = await start_engine(heartbeat_timeout_s=1.5)
-    lone = await start_engine()
+    engine = await start_engine(heartbeat_timeout_s=2.5, **SLOW)
+    lone = await start_engine(**SLOW)
     answer = asyncio.create_task(ask_one(engine, [5, 6], LONG))
     await eventually(lambda: engine.stats().num_running == 1, "it runs")
     stopped = worker_of(engine)
     stopped.suspend()
     since_s = time.monotonic()
     await eventually(lambda: engine.health().state == "restarting", "silence is noticed")
-    assert time.monotonic() - since_s < 3
+    assert 1 < time.monotonic() - since_s < 5
     assert "said nothing" in engine.health().detail
     assert (await answer).output() == (await ask_one(lone, [5, 6], LONG)).output()
     assert not stopped.is_running()
 
 
 async def test_an_idle_worker_keeps_reporting(start_engine: StartEngine) -> None:
-    engine = await start_engine(heartbeat_timeout_s=1.5)
-    await asyncio.sleep(2.5)
+    engine = await start_engine(heartbeat_timeout_s=2.5)
+    await asyncio.sleep(3)
     age_s = engine.health().last_report_age_s
     assert age_s is not None
-    assert age_s < 1.4
+    assert age_s < 2.4
     assert engine.health().restarts_total == 0
 
 
@@ -213,7 +213,7 @@ async def test_close_ends_the_process_at_once(start_engine: StartEngine) -> None
     worker = worker_of(engine)
     since_s = time.monotonic()
     await engine.close()
-    assert time.monotonic() - since_s < 1.5
+    assert time.monotonic() - since_s < 2.0, "it had to be terminated"
     assert not worker.is_running()
 
 
@@ -332,7 +332,7 @@ async def test_a_worker_that_cannot_be_started_at_all(
 async def test_restarts_that_fail_end_in_failed(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = await start_engine(max_restarts=2)
+    engine = await start_engine(max_restarts=2, **SLOW)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     answer = asyncio.create_task(ask_one(engine, [5, 6], LONG))
     await eventually(lambda: engine.stats().num_running == 1, "it runs")
