@@ -184,14 +184,14 @@ class Sequence:
     def inherit(self) -> Sequence:
         """Hand blocks and progress to the first sibling, which leads the others from now on, and return it.
 
-        The block table is copied, not moved: a step in flight may still be reading this one's.
+        This one still sees the block table, because a step in flight may be reading it.
         """
         heir, *others = self.siblings
         heir.leader, heir.siblings = None, others
         for sibling in others:
             sibling.leader = heir
         heir.num_computed = self.num_computed
-        heir.block_table = list(self.block_table)
+        heir.block_table = self.block_table
         heir.block_hashes = self.block_hashes
         heir.in_flight = self.in_flight
         heir.cached_tokens, heir.started_s = self.cached_tokens, self.started_s

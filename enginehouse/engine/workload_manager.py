@@ -189,11 +189,11 @@ class WorkloadManager:
             while self._running:
                 self._preempt(self._running[-1])
         step = self._step = ScheduledStep()
-        prompts, memory_is_short = self._schedule_streams(step)
+        prompts = self._schedule_streams(step)
         budget = self._batching.prefill_budget(step.num_tokens)
         for sequence in prompts:
             budget -= self._schedule_chunk(step, sequence, budget)
-        if self._waiting and not memory_is_short:
+        if self._waiting:
             self._admit(step, budget, now)
         return step
 
@@ -227,14 +227,13 @@ class WorkloadManager:
 
     # --- putting a step together ---------------------------------------------------------------------------
 
-    def _schedule_streams(self, step: ScheduledStep) -> tuple[list[Sequence], bool]:
-        """Schedule the sequences that need one token more, best rank first. Returns the others, and whether
-        memory was short.
+    def _schedule_streams(self, step: ScheduledStep) -> list[Sequence]:
+        """Schedule the sequences that need one token more, best rank first, and return the others.
 
         Who finds no block takes those of the worst-ranked. The worst-ranked itself keeps its blocks and waits
         for a better step, unless nobody else runs: then it will never fit.
         """
-        running, prompts, short, index = self._running, [], False, 0
+        running, prompts, index = self._running, [], 0
         reserve = self.kv_cache.reserve
         while index < len(running):
             sequence = running[index]
@@ -244,16 +243,14 @@ class WorkloadManager:
             elif reserve(sequence.block_table, start, start + 1, step.copies):
                 step.put(sequence, 1)
                 self._waiting.charge(sequence.tenant, 1)
-            else:
-                short = True
-                if running[-1] is not sequence:
-                    self._preempt(running[-1])
-                    continue
-                if index == 0:
-                    self._fail_for_memory(sequence)
-                    continue
+            elif running[-1] is not sequence:
+                self._preempt(running[-1])
+                continue
+            elif index == 0:
+                self._fail_for_memory(sequence)
+                continue
             index += 1
-        return prompts, short
+        return prompts
 
     def _schedule_chunk(self, step: ScheduledStep, sequence: Sequence, budget: int) -> int:
         """Schedule as much of `sequence` as budgets allow; its blocks are reserved. Returns the tokens."""

@@ -74,6 +74,20 @@ def test_what_was_generated_is_found_by_the_next_turn() -> None:
     assert worker.accounts[b].cached_tokens == 12  # 13 tokens but the last were computed
 
 
+@pytest.mark.parametrize("length", [3, 9])
+@pytest.mark.parametrize("prompt_logprobs", [None, 1])
+def test_one_tenant_never_hits_what_another_computed(length: int, prompt_logprobs: int | None) -> None:
+    worker = worker_with()
+    (a,) = worker.add([2] * length, endless(8, prompt_logprobs=prompt_logprobs), tenant="a")
+    worker.drain()
+    conversation = [2] * length + worker.accounts[a].tokens
+    others = [worker.add(conversation, endless(2), tenant=tenant)[0] for tenant in ("", "b")]
+    (same,) = worker.add(conversation, endless(2), tenant="a")
+    assert_all_finished(worker, a, *others, same)
+    assert [worker.accounts[id_].cached_tokens for id_ in others] == [0, 0]
+    assert worker.accounts[same].cached_tokens == (length + 7) // 4 * 4
+
+
 # --- memory runs out ---
 
 
