@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,14 +10,12 @@ from enginehouse.engine.engine_config import BLOCK_SIZE, EngineConfig, WorkerCon
 from enginehouse.engine.machine_limits import available_cpus, available_memory_bytes
 from enginehouse.errors import InvalidRequestError, ModelError
 from enginehouse.runtime.config import ModelConfig
-from enginehouse.runtime.sources import ignore_progress
+from enginehouse.runtime.sources import Progress, ignore_progress
 from enginehouse.runtime.tokenizer import Tokenizer
 from enginehouse.runtime.weights import prepare_model
 
 MAX_DEFAULT_KV_BYTES = 1 << 30
 _KV_SHARE_OF_MEMORY = 0.25
-
-OnProgress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +29,7 @@ class LoadedModel:
     """Tokens of prompt and output."""
 
 
-def load_model(config: EngineConfig, on_progress: OnProgress | None) -> LoadedModel:
+def load_model(config: EngineConfig, on_progress: Progress | None) -> LoadedModel:
     """Fetch and pack the model as far as that was not done before, and read its tokenizer. Blocks: call it in a
     thread. Raises `ModelError`.
     """

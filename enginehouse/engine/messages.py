@@ -146,7 +146,8 @@ class StepReport(_Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
-    """Sent every second by the worker's step loop while it has nothing to do."""
+    """Sent every second by the worker's step loop while it has nothing to do, and during a long step while layers
+    get done."""
 
     stats: EngineStats
 

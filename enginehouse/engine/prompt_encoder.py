@@ -72,7 +72,6 @@ class PromptEncoder:
             **prompt.template_kwargs,
         )
 
-
     def _check_ids(self, tokens: list[int]) -> list[int]:
         size = self._tokenizer.vocab_size
         for token in tokens:

@@ -169,3 +169,12 @@ async def test_nothing_leaks(start_engine: StartEngine) -> None:
     stats = engine.stats()
     assert stats.blocks_used == 0
     assert stats.blocks_cached <= stats.blocks_total
+
+
+async def test_breaking_out_of_generate_aborts(start_engine: StartEngine) -> None:
+    engine = await start_engine(**SLOW)
+    async for _ in engine.generate(PROMPT, LONG):
+        break
+    await eventually(lambda: engine.health().num_unfinished == 0, "the request was aborted", timeout_s=2)
+    await idle(engine)
+    assert engine.stats().computed_tokens_total < 400
