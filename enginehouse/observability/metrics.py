@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from enginehouse.observability.records import RequestRecord
@@ -61,6 +70,13 @@ class Metrics:
             "inter_token_seconds", "Seconds between two deliveries of tokens of a choice.", _TOKEN_SECONDS
         )
         self.registry.register(_ModelCollector(snapshots))
+        ProcessCollector(registry=self.registry)
+        tasks = Gauge(
+            "enginehouse_event_loop_tasks",
+            "Tasks of the API process, the one that answers this scrape included.",
+            registry=self.registry,
+        )
+        tasks.set_function(lambda: len(asyncio.all_tasks()))
 
     def _counter(self, name: str, text: str, *labels: str, route: bool = True) -> Counter:
         names = ("model", "route", *labels) if route else ("model", *labels)

@@ -54,6 +54,9 @@ def make_clients(seed: int) -> list[Client]:
         if rng.random() < 0.2:
             body["logit_bias"] = {str(rng.randint(3, 319)): rng.uniform(-20, 20)}
         leaves = rng.randint(0, 8) if rng.random() < 0.25 else None
+        if leaves is not None:  # long enough that there is something to leave
+            body = {**body, "max_tokens": 300, "ignore_eos": True}
+            body.pop("stop", None)
         clients.append(Client(body, leaves, rng.random() * 0.1))
     return clients
 
@@ -102,7 +105,10 @@ async def run_all(url: str, clients: list[Client], *, at_once: bool) -> list[lis
     async with httpx2.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
         if at_once:
             return list(await asyncio.gather(*(run(http, client) for client in clients)))
-        return [await run(http, Client(client.body, None, 0)) for client in clients]
+        return [
+            None if client.leaves_after is not None else await run(http, Client(client.body, None, 0))
+            for client in clients
+        ]
 
 
 def descriptors(server: Server) -> int:
@@ -118,10 +124,11 @@ def resident_bytes(server: Server) -> int:
     return sum(process.memory_info().rss for process in family(server))
 
 
-def settle(server: Server) -> None:
+def settle(server: Server, num_descriptors: int) -> None:
+    """Until the server is idle and closed connections are gone from its descriptors."""
     server.wait_idle(20)
     deadline = time.monotonic() + 10
-    while descriptors(server) > settle.baseline and time.monotonic() < deadline:  # type: ignore[attr-defined]
+    while descriptors(server) > num_descriptors and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
@@ -142,21 +149,22 @@ def test_everybody_gets_their_own_answer_and_nothing_leaks(crowd_server: Server)
     asyncio.run(run_all(server.url, make_clients(0), at_once=True))  # caches of the process fill once
     server.wait_idle(20)
     time.sleep(1)
-    settle.baseline = descriptors(server)  # type: ignore[attr-defined]
+    num_descriptors = descriptors(server)
     memory = resident_bytes(server)
+    tasks = server.metric("enginehouse_event_loop_tasks")
     preempted = server.metric("enginehouse_preemptions_total")
     hits = server.metric("enginehouse_prefix_hit_tokens_total")
     left = server.metric("enginehouse_requests_total", status="499")
     for seed in (1, 2):
         clients = make_clients(seed)
         together = asyncio.run(run_all(server.url, clients, at_once=True))
-        settle(server)
+        settle(server, num_descriptors)
         alone = asyncio.run(run_all(server.url, clients, at_once=False))
         for client, crowded, lone in zip(clients, together, alone, strict=True):
-            if client.leaves_after is None:
-                assert crowded == lone, json.dumps(client.body)
-    settle(server)
-    assert descriptors(server) <= settle.baseline  # type: ignore[attr-defined]
+            assert crowded == lone, json.dumps(client.body)
+    settle(server, num_descriptors)
+    assert descriptors(server) <= num_descriptors
+    assert server.metric("enginehouse_event_loop_tasks") <= tasks
     assert resident_bytes(server) < memory + 30 * 2**20
     # What the test is about did happen.
     assert server.metric("enginehouse_preemptions_total") > preempted

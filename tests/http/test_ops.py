@@ -73,6 +73,7 @@ def test_metrics(server: Server) -> None:
         "model_state", "model_load_seconds", "model_resident_bytes", "steps_total",
     ):  # fmt: skip
         assert f"enginehouse_{name}" in names
+    assert {"process_resident_memory_bytes", "process_open_fds", "enginehouse_event_loop_tasks"} <= names
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert f"vllm:{name}" in names
 
