@@ -47,6 +47,7 @@ class WorkerChannel:
         self._unsent_changed = threading.Condition()
         self._stats = EngineStats()
         self._progress = 0
+        self._progress_told = 0
         for name, target in (("reader", self._read), ("writer", self._write)):
             threading.Thread(target=target, name=f"channel-{name}", daemon=True).start()
 
@@ -121,10 +122,10 @@ class WorkerChannel:
 
     def _wait_for_report(self) -> None:
         """Until there is something to send; that may be a heartbeat of the step in progress."""
-        progress_seen = self._progress
         while not self._unsent:
             reported = self._unsent_changed.wait(HEARTBEAT_INTERVAL_S)
-            if not reported and self._progress != progress_seen:
+            if not reported and self._progress != self._progress_told:
+                self._progress_told = self._progress
                 frame = encode(Heartbeat(stats=self._stats))
                 self._unsent.append(frame)
                 self._num_unsent_bytes += len(frame)

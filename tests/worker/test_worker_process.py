@@ -149,7 +149,7 @@ async def test_a_worker_that_talks_nonsense_is_replaced(start_engine: StartEngin
 
 def channel_pair() -> tuple[WorkerChannel, socket.socket]:
     ours, theirs = socket.socketpair()
-    ours.settimeout(0.5)
+    ours.settimeout(1.0)
     return WorkerChannel(theirs, on_disconnect=lambda: None), ours
 
 
