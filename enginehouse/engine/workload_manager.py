@@ -9,10 +9,8 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from operator import attrgetter
 
-from enginehouse.engine.batching import BatchingStrategy, Continuous
 from enginehouse.engine.deadlines import DeadlineQueue
 from enginehouse.engine.kv_cache import KVCache
 from enginehouse.engine.messages import (
@@ -23,7 +21,6 @@ from enginehouse.engine.messages import (
     SequenceOutput,
     TokenLogprob,
 )
-from enginehouse.engine.queue_order import Fifo, QueueOrder
 from enginehouse.engine.sequence import (
     Finish,
     SampledToken,
@@ -33,34 +30,11 @@ from enginehouse.engine.sequence import (
     check_finish,
 )
 from enginehouse.engine.step import Outcome, ScheduledSequence, ScheduledStep
+from enginehouse.engine.workload_config import WorkloadConfig
+
+__all__ = ["WorkloadConfig", "WorkloadManager"]
 
 _by_rank = attrgetter("rank")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkloadConfig:
-    """What bounds the work. `max_context` is the model's, in tokens."""
-
-    max_context: int
-    batching: BatchingStrategy = field(default_factory=Continuous)
-    order: QueueOrder = field(default_factory=Fifo)
-    max_waiting: int = 1024
-    """Sequences that may wait for their first turn; resumed ones are let in regardless."""
-    max_wait_s: float | None = None
-    """How long a sequence may wait for its first turn."""
-    max_prompt_rows: int = 64
-    """Most logit rows for prompt log-probabilities in one step: they bound the logits buffer to
-    `max_prompt_rows + batching.max_sequences` rows."""
-
-    def __post_init__(self) -> None:
-        for name, value in (("max_context", self.max_context), ("max_prompt_rows", self.max_prompt_rows)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-
-    @property
-    def max_logit_rows(self) -> int:
-        """Most rows of logits one step asks for."""
-        return self.max_prompt_rows + self.batching.max_sequences
 
 
 class WorkloadManager:
@@ -119,7 +93,7 @@ class WorkloadManager:
         ids = [message.sequence_id, *message.sibling_ids]
         if len(set(ids)) != len(ids) or not self._sequences.keys().isdisjoint(ids):
             raise ValueError(f"sequence ids {ids} are not new")
-        refusal = self._refusal(message)
+        refusal = self.config.refusal(message, self.max_known, len(self._waiting))
         if refusal is not None:
             self._outcome.failed.extend(SequenceFailed(id_, *refusal) for id_ in ids)
             return
@@ -444,21 +418,6 @@ class WorkloadManager:
             f"{cache.num_available + len(sequence.block_table)} can be had."
         )
         self._fail(sequence, "sequence_failed", message)
-
-    def _refusal(self, message: AddSequence) -> tuple[str, str] | None:
-        """Code and text of the reason why `message` cannot be accepted."""
-        num_prompt = len(message.prompt_tokens)
-        if num_prompt == 0:
-            return "sequence_failed", "The prompt is empty: there is no token to start from."
-        if num_prompt + min(1, message.params.max_tokens) > self.max_known:
-            what = "context" if self.max_known == self.config.max_context else "KV cache"
-            return (
-                "context_length_exceeded",
-                f"The prompt has {num_prompt} tokens, and the {what} holds {self.max_known} for prompt and output.",
-            )
-        if len(self._waiting) >= self.config.max_waiting and not message.output_tokens:
-            return "queue_full", f"{self.config.max_waiting} sequences are waiting already."
-        return None
 
     def _expire(self, now: float) -> None:
         max_wait_s = self.config.max_wait_s
