@@ -41,10 +41,10 @@ def best_time_s(call: Callable[[], None], budget_s: float = 0.4) -> float:
 def model_weights(precision: Precision) -> list[LinearWeight]:
     """All layers' weights, each with its own memory: they must not stay in a cache that the real ones overflow."""
     rng = np.random.default_rng(0)
-    weights = []
-    for shape in LAYER_SHAPES * LAYERS:
-        weights.append(LinearWeight.from_float(rng.standard_normal(shape, dtype=np.float32), precision))
-    return weights
+    shapes = LAYER_SHAPES * LAYERS
+    return [
+        LinearWeight.from_float(rng.standard_normal(shape, dtype=np.float32), precision) for shape in shapes
+    ]
 
 
 def bench_linear(ops: NativeOps, weights: list[LinearWeight], rows: int) -> float:
@@ -90,6 +90,7 @@ def read_gigabytes_s(weights: list[LinearWeight]) -> float:
 
 
 def report(ops: NativeOps, weights: list[LinearWeight], row_counts: list[int], with_others: bool) -> None:
+    """Print what one instruction set reaches."""
     size = sum(weight.data.nbytes for weight in weights)
     multiply_adds = sum(weight.out_features * weight.in_features for weight in weights)
     print(f"\n{ops.name}, {ops.num_threads} threads, {weights[0].precision}")
@@ -113,9 +114,15 @@ def report_others(ops: NativeOps) -> None:
                 f"{seconds * 1e6:8.1f} us a layer"
             )
     x, out = Tensor(1, HIDDEN), ops.activation(1, HIDDEN, "int8")
-    print(f"  smallest call (quantise one row): {best_time_s(lambda: ops.prepare(x, out, 1), 0.05) * 1e6:.2f} us")
+    print(
+        f"  smallest call (quantise one row): {best_time_s(lambda: ops.prepare(x, out, 1), 0.05) * 1e6:.2f} us"
+    )
     for rows in (1, 32, 512):
-        x, out, norm = Tensor(rows, 2 * FFN), ops.activation(rows, FFN, "int8"), ops.activation(rows, HIDDEN, "int8")
+        x, out, norm = (
+            Tensor(rows, 2 * FFN),
+            ops.activation(rows, FFN, "int8"),
+            ops.activation(rows, HIDDEN, "int8"),
+        )
         hidden, weight = Tensor(rows, HIDDEN), np.ones(HIDDEN, np.float32)
         x.array[:], hidden.array[:] = 0.3, 0.7
         silu = best_time_s(lambda: ops.silu_mul(x, out, rows), 0.1)  # noqa: B023
@@ -124,7 +131,10 @@ def report_others(ops: NativeOps) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Parse the arguments and report on every instruction set asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--isas", default=",".join(build.runnable_isas()))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rows", default="1,4,8,16,32,128,512")

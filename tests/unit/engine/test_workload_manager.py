@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from enginehouse.engine.batching import Continuous, OneAtATime, Static
@@ -11,7 +9,7 @@ from enginehouse.engine.kv_cache import KVCache
 from enginehouse.engine.messages import AddSequence, SequenceId
 from enginehouse.engine.queue_order import FairShare, PriorityWithAgeing
 from enginehouse.engine.sampling_params import SamplingParams
-from enginehouse.engine.sequence import SampledToken, SampleError
+from enginehouse.engine.sequence import SampleError
 from enginehouse.engine.step import ScheduledStep
 from enginehouse.engine.workload_manager import WorkloadConfig, WorkloadManager
 
@@ -370,23 +368,3 @@ def test_statistics() -> None:
     assert (stats.num_running, stats.num_waiting, stats.blocks_used) == (0, 0, 0)
     assert stats.blocks_cached > 0
     assert stats.copied_blocks_total == 1
-
-
-def test_bookkeeping_costs_far_less_than_a_step() -> None:
-    """Best of many steps, so that a busy machine does not matter: under 0.3 ms for 32 streams, 30 us for one."""
-    for num_streams, limit_s in ((1, 30e-6), (32, 300e-6)):
-        manager = WorkloadManager(WorkloadConfig(max_context=2048), KVCache(1024))
-        for i in range(num_streams):
-            manager.add(
-                AddSequence(
-                    sequence_id=SequenceId(i), prompt_tokens=[i] * 8, params=SamplingParams(max_tokens=300)
-                )
-            )
-        best_s = float("inf")
-        while manager.has_work:
-            started_s = time.perf_counter()
-            step = manager.schedule()
-            manager.complete(step, [SampledToken(5)] * len(step.sample_rows))
-            if len(step.items) == num_streams:
-                best_s = min(best_s, time.perf_counter() - started_s)
-        assert best_s < limit_s

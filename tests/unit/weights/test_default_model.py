@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -49,18 +46,3 @@ def test_it_packs_to_what_its_file_says() -> None:
 def test_its_tokenizer_comes_along() -> None:
     tokenizer = Tokenizer.load(prepare_model("smollm2", "int8").path)
     assert tokenizer.encode("Hello world", add_special=False, parse_special=False) == [19556, 905]
-
-
-def test_a_second_start_is_quick() -> None:
-    path = prepare_model("smollm2", "int8").path
-
-    def best_of_five(action: Callable[[], object]) -> float:
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            action()
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    assert best_of_five(lambda: prepare_model("smollm2", "int8")) < 0.1
-    assert best_of_five(lambda: open_packed(path)) < 0.05
