@@ -29,7 +29,7 @@ from enginehouse.runtime.quantization import (
     round_up,
 )
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 """Changes whenever the bytes `pack_linear` makes change; cached packed models carry it."""
 PANEL = 16
 """Outputs of a linear layer that are computed together."""

@@ -12,6 +12,7 @@ from enginehouse.runtime.quantization import (
     quantize_weight,
     rotate,
     to_bf16_up,
+    unrotate,
 )
 
 
@@ -28,14 +29,26 @@ def test_bfloat16_scales_round_up_and_never_down():
     assert (from_bf16(to_bf16_up(exact)) == exact).all()
 
 
-def test_rotation_is_orthonormal_and_its_own_inverse():
+def test_rotation_is_orthonormal_and_undone_by_its_inverse():
     matrix = rotate(np.eye(64, dtype=np.float32))
     assert (np.abs(matrix) == 0.125).all()
     assert (matrix @ matrix.T == np.eye(64)).all()
-    assert (matrix == matrix.T).all()
     values = random(5, 3, 64)
     assert np.allclose(rotate(values), values @ matrix, atol=1e-5)
-    assert np.allclose(rotate(rotate(values)), values, atol=1e-5)
+    assert np.allclose(unrotate(rotate(values)), values, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_groups", [1, 1023, 1025, 3000])
+def test_groups_are_rotated_on_their_own(num_groups):
+    values = random(num_groups, 64)
+    alone = np.concatenate([rotate(group) for group in (values[:1], values[-1:])])
+    assert (rotate(values)[[0, -1]] == alone).all()
+
+
+def test_equal_values_become_no_outlier():
+    rotated = rotate(np.ones((1, 64), np.float32))
+    assert np.abs(rotated).max() < 3
+    assert (rotated**2).sum() == pytest.approx(64)
 
 
 def test_rotated_weight_error_is_at_most_half_a_step_of_its_own_group():
@@ -56,7 +69,7 @@ def test_an_outlier_costs_its_group_less_than_without_rotation():
     x = random(200, 64)
     x[:, 9] *= 20
     quantized, scale, _ = quantize_activation(x)
-    error = rotate(quantized * scale) - x
+    error = unrotate(quantized * scale) - x
     plain_scale = np.abs(x).max(axis=1, keepdims=True) / 127
     plain_error = np.rint(x / plain_scale) * plain_scale - x
     assert (error**2).mean() < 0.3 * (plain_error**2).mean()
@@ -97,7 +110,7 @@ def test_packing_int8_keeps_exactly_the_quantised_values(outputs, inputs):
 def test_packed_int8_bytes_are_sixteen_outputs_by_four_inputs():
     weight = np.zeros((32, 2, 64), np.float32)
     weight[18, 1, 6] = 1.0
-    weight = rotate(weight).reshape(32, 128)
+    weight = unrotate(weight).reshape(32, 128)
     arrays = pack_linear(weight, "int8")
     assert arrays["data"].shape == (2, 32, 16, 4)
     assert arrays["data"][1, 17, 2, 2] > 100

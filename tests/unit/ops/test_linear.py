@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from enginehouse.runtime.ops import Activation, LinearWeight, NumpyOps, Ops, Tensor
-from enginehouse.runtime.quantization import quantize_activation, rotate
+from enginehouse.runtime.quantization import quantize_activation, unrotate
 from tests.unit.ops.conftest import fused_isas, native
 
 SHAPES = [(16, 64), (48, 128), (37, 100), (5, 3), (576, 576), (130, 1536)]
@@ -33,7 +33,7 @@ def product(
 
 def unrotated(integers: np.ndarray) -> np.ndarray:
     """Floats [rows, width] that quantisation rotates into exactly these integers; width is a multiple of 64."""
-    return rotate(integers.astype(np.float32).reshape(len(integers), -1, 64)).reshape(integers.shape)
+    return unrotate(integers.astype(np.float32).reshape(len(integers), -1, 64)).reshape(integers.shape)
 
 
 def integer_weight(outputs: int, inputs: int) -> LinearWeight:

@@ -1,5 +1,6 @@
-// A group of 64 values times the orthonormal Walsh-Hadamard matrix (entries ±1/8), which is its own inverse. One
-// outlier is spread over the group, so that it no longer decides the int8 step of its neighbours.
+// A group of 64 values times an orthonormal matrix: fixed random signs, then the Walsh-Hadamard matrix with entries
+// ±1/8. One outlier is spread over the group, so that it no longer decides the int8 step of its neighbours; without
+// the signs a group of equal values would become an outlier itself.
 #ifndef ENGINEHOUSE_ROTATE_H
 #define ENGINEHOUSE_ROTATE_H
 
@@ -63,8 +64,23 @@ BUTTERFLY_IN_PART(8, SWAP_8)
 BUTTERFLY_ACROSS_PARTS(8)
 #endif
 
+#define SIGNS 0x9e3779b97f4a7c15u // bit i: value i is negated; the golden ratio's digits, as in quantization.py
+#define SIGN(i) ((SIGNS) >> (i) & 1 ? INT32_MIN : 0)
+#define FOUR_SIGNS(i) SIGN(i), SIGN(i + 1), SIGN(i + 2), SIGN(i + 3)
+#define SIXTEEN_SIGNS(i) FOUR_SIGNS(i), FOUR_SIGNS(i + 4), FOUR_SIGNS(i + 8), FOUR_SIGNS(i + 12)
+
+ALWAYS_INLINE void flip_signs(floats value[4]) {
+    static const int32_t signs[64] = {SIXTEEN_SIGNS(0), SIXTEEN_SIGNS(16), SIXTEEN_SIGNS(32), SIXTEEN_SIGNS(48)};
+#pragma GCC unroll 4
+    for (int group = 0; group < 4; group++) {
+        ints flips;
+        memcpy(&flips, signs + 16 * group, sizeof flips);
+        EACH_PART value[group].part[i] = (float_part)((int_part)value[group].part[i] ^ flips.part[i]);
+    }
+}
+
 // In place, distances 32, 16, 8, 4, 2, 1: the order quantization.py adds in.
-ALWAYS_INLINE void rotate_group(floats value[4]) {
+ALWAYS_INLINE void hadamard(floats value[4]) {
     floats a = add(value[0], value[2]), b = add(value[1], value[3]);
     floats c = sub(value[0], value[2]), d = sub(value[1], value[3]);
     value[0] = add(a, b), value[1] = sub(a, b);
@@ -72,6 +88,17 @@ ALWAYS_INLINE void rotate_group(floats value[4]) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
         value[i] = mul(butterfly_1(butterfly_2(butterfly_4(butterfly_8(value[i])))), splat(0.125f));
+}
+
+ALWAYS_INLINE void rotate_group(floats value[4]) {
+    flip_signs(value);
+    hadamard(value);
+}
+
+// The Hadamard matrix is its own inverse, and so are the signs.
+ALWAYS_INLINE void unrotate_group(floats value[4]) {
+    hadamard(value);
+    flip_signs(value);
 }
 
 #endif

@@ -258,7 +258,7 @@ static void embed_int8(const struct linear_weight *weight, int64_t panel, int64_
         memcpy(&scale, &bits, sizeof scale);
         for (int k = 0; k < GROUP; k++) buffer[k] = (float)data[k / 4 * PANEL * 4 + k % 4] * scale;
         floats value[4] = {load(buffer), load(buffer + 16), load(buffer + 32), load(buffer + 48)};
-        rotate_group(value);
+        unrotate_group(value);
         for (int i = 0; i < 4; i++) store(buffer + 16 * i, value[i]);
         int64_t start = group * GROUP, count = width - start < GROUP ? width - start : GROUP;
         memcpy(out + start, buffer, (size_t)count * sizeof(float));
