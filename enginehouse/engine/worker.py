@@ -31,8 +31,6 @@ from enginehouse.engine.messages import (
     Loading,
     Preempt,
     Ready,
-    SequenceFailed,
-    SequenceId,
     Shutdown,
     StepReport,
     TokenLogprob,
@@ -40,7 +38,7 @@ from enginehouse.engine.messages import (
 from enginehouse.engine.model_runner import Batch, Chunk, ModelRunner, build_batch
 from enginehouse.engine.sampler import Sampler, SamplingRow
 from enginehouse.engine.sequence import SampledToken, SampleError
-from enginehouse.engine.step import Outcome, ScheduledStep
+from enginehouse.engine.step import ScheduledStep
 from enginehouse.engine.worker_channel import HEARTBEAT_INTERVAL_S, WorkerChannel
 from enginehouse.engine.workload_manager import WorkloadConfig, WorkloadManager
 from enginehouse.errors import EnginehouseError
@@ -116,10 +114,8 @@ class ModelWorker:
             was_busy = True
             step_since_s = time.monotonic()
             step = workload.schedule()
-            samples, prompt_logprobs, broken = self._compute(step)
+            samples, prompt_logprobs = self._compute(step)
             outcome = workload.complete(step, samples, prompt_logprobs)
-            if broken:
-                self._fail(broken, outcome)
             stats = workload.stats(time.monotonic() - step_since_s)
             channel.emit(StepReport(outputs=outcome.outputs, failed=outcome.failed, stats=stats))
 
@@ -139,12 +135,11 @@ class ModelWorker:
 
     def _compute(
         self, step: ScheduledStep
-    ) -> tuple[list[SampledToken | SampleError], list[TokenLogprob], dict[SequenceId, str]]:
-        """Samples for `step.sample_rows`, log-probabilities for `step.prompt_rows`, and the sequences whose prompt
-        gave logits that are no numbers, with the reason."""
+    ) -> tuple[list[SampledToken | SampleError], list[TokenLogprob | SampleError]]:
+        """Samples for `step.sample_rows` and log-probabilities for `step.prompt_rows`."""
         self._runner.copy_blocks(step.copies)
         if not step.items:
-            return [], [], {}
+            return [], []
         logits = self._runner.run(_batch(step))
         rows = step.sample_rows
         indices = [row.logit for row in rows]
@@ -156,27 +151,15 @@ class ModelWorker:
                 for r in rows
             ],
         )
-        prompt_logprobs: list[TokenLogprob] = []
-        broken: dict[SequenceId, str] = {}
-        for row in step.prompt_rows:
-            sequence = row.sequence
-            token = sequence.prompt_tokens[row.position]
-            result = self._sampler.logprob(logits[row.logit], token, sequence.params.prompt_logprobs or 0)
-            if isinstance(result, SampleError):
-                broken[sequence.sequence_id] = result.message
-                result = TokenLogprob(token, 0.0)  # a place holder; the sequence fails in this step
-            prompt_logprobs.append(result)
-        return samples, prompt_logprobs, broken
-
-    def _fail(self, broken: dict[SequenceId, str], outcome: Outcome) -> None:
-        self._workload.abort(broken)
-        outcome.outputs = [output for output in outcome.outputs if output.sequence_id not in broken]
-        told = {failure.sequence_id for failure in outcome.failed}
-        outcome.failed += [
-            SequenceFailed(sequence_id, "sequence_failed", message)
-            for sequence_id, message in broken.items()
-            if sequence_id not in told
+        prompt_logprobs = [
+            self._sampler.logprob(
+                logits[row.logit],
+                row.sequence.prompt_tokens[row.position],
+                row.sequence.params.prompt_logprobs or 0,
+            )
+            for row in step.prompt_rows
         ]
+        return samples, prompt_logprobs
 
 
 def _note_each_layer(operations: ops.Ops, channel: WorkerChannel) -> None:
