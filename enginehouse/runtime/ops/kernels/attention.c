@@ -26,12 +26,12 @@ struct store_task {
 static void normalise_head(float *x, const float *weight, float eps, int64_t width) {
     floats squares = splat(0.0f);
     for (int64_t at = 0; at < width; at += 16) {
-        floats value = load_first(x + at, width - at < 16 ? width - at : 16);
+        floats value = load_first(x + at, width - at);
         squares = fused(value, value, squares);
     }
     floats inverse = splat(1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)width + eps));
     for (int64_t at = 0; at < width; at += 16) {
-        int64_t count = width - at < 16 ? width - at : 16;
+        int64_t count = width - at;
         floats value = mul(mul(load_first(x + at, count), inverse), load_first(weight + at, count));
         store_first(x + at, value, count);
     }
@@ -39,7 +39,7 @@ static void normalise_head(float *x, const float *weight, float eps, int64_t wid
 
 static void rotate_head(float *x, const float *cos, const float *sin, int64_t half) {
     for (int64_t at = 0; at < half; at += 16) {
-        int64_t count = half - at < 16 ? half - at : 16;
+        int64_t count = half - at;
         floats first = load_first(x + at, count), second = load_first(x + half + at, count);
         floats c = load_first(cos + at, count), s = load_first(sin + at, count);
         store_first(x + at, sub(mul(first, c), mul(second, s)), count);
@@ -66,7 +66,7 @@ static void store_key(const struct kv_layer *kv, int64_t head, int64_t slot, con
 static void store_value(const struct kv_layer *kv, int64_t head, int64_t slot, const float *value) {
     int64_t row = ((slot / BLOCK) * kv->num_kv_heads + head) * BLOCK + slot % BLOCK;
     for (int64_t at = 0; at < kv->head_dim; at += 16) {
-        floats x = load_first(value + at, kv->head_dim - at < 16 ? kv->head_dim - at : 16);
+        floats x = load_first(value + at, kv->head_dim - at);
         int64_t to = row * kv->padded_dim + at;
         if (kv->is_half) {
             store_half((uint16_t *)kv->v + to, x);
@@ -99,6 +99,8 @@ static void store_rows(const void *context, int64_t item) {
     for (int64_t row = item * task->rows_per_item; row < end; row++) store_row(task, row);
 }
 
+#define MIN_STORE_ROWS 16 // fewer rows are done before another thread has woken up
+
 // Returns -1, having touched nothing, when a position or a slot does not exist.
 EXPORT int64_t enginehouse_rope_and_store(float *qkv, const int32_t *positions, const int64_t *slots,
                                           const float *cos, const float *sin, int64_t half, int64_t max_positions,
@@ -110,7 +112,12 @@ EXPORT int64_t enginehouse_rope_and_store(float *qkv, const int32_t *positions, 
         if (cos && (positions[row] < 0 || positions[row] >= max_positions)) return -1;
     }
     struct store_task task = {qkv, positions, slots, cos, sin, q_norm, k_norm, kv, half, num_heads, rows, rows, eps};
-    if (rows >= 16) task.rows_per_item = BLOCK; // a block's cache lines stay with one thread
+    // Of a long prompt a block's cache lines stay with one thread; a few rows are most likely of many sequences.
+    if (rows > 2 * BLOCK) {
+        task.rows_per_item = BLOCK;
+    } else if (rows >= MIN_STORE_ROWS) {
+        task.rows_per_item = (rows + num_threads - 1) / num_threads;
+    }
     run_parallel(store_rows, &task, (rows + task.rows_per_item - 1) / task.rows_per_item, num_threads);
     return 0;
 }

@@ -58,14 +58,19 @@ ALWAYS_INLINE floats load(const float *from) {
 
 ALWAYS_INLINE void store(float *to, floats a) { EACH_PART *(loose_part *)(to + i * LANES) = a.part[i]; }
 
-// Lanes from `count` on are zero.
+// The first `count` lanes, all if there are sixteen or more; the others are zero.
 ALWAYS_INLINE floats load_first(const float *from, int64_t count) {
+    if (count >= 16) return load(from);
     floats out = {0};
     memcpy(&out, from, (size_t)count * sizeof(float));
     return out;
 }
 
 ALWAYS_INLINE void store_first(float *to, floats a, int64_t count) {
+    if (count >= 16) {
+        store(to, a);
+        return;
+    }
     memcpy(to, &a, (size_t)count * sizeof(float));
 }
 
@@ -169,11 +174,19 @@ ALWAYS_INLINE ints round_to_ints(floats a) {
 typedef float float_quad __attribute__((vector_size(16)));
 typedef int32_t int_quad __attribute__((vector_size(16)));
 
+// The four quarters of a value, by instructions: through memory a quarter would be read before it has arrived.
+#if defined(SIMD_AVX512)
+#define QUARTER(quad, a, i) (quad) _mm512_extracti32x4_epi32((__m512i)(a).part[0], i)
+#elif defined(SIMD_AVX2)
+#define QUARTER(quad, a, i) (quad) _mm256_extracti128_si256((__m256i)(a).part[(i) / 2], (i) % 2)
+#else
+#define QUARTER(quad, a, i) (quad)(a).part[i]
+#endif
+
 #define REDUCE(type, vector, quad, name, combine, combine_lane)                                                    \
     ALWAYS_INLINE type name(vector a) {                                                                            \
-        quad q[4];                                                                                                 \
-        memcpy(q, &a, sizeof q);                                                                                   \
-        quad low = combine(q[0], q[2]), high = combine(q[1], q[3]);                                                \
+        quad low = combine(QUARTER(quad, a, 0), QUARTER(quad, a, 2));                                              \
+        quad high = combine(QUARTER(quad, a, 1), QUARTER(quad, a, 3));                                             \
         quad all = combine(low, high);                                                                             \
         type even = combine_lane(all[0], all[2]), odd = combine_lane(all[1], all[3]);                              \
         return combine_lane(even, odd);                                                                            \
