@@ -5,10 +5,14 @@
 #include "dot_int8.h"
 #include "linear.h"
 
-// With few rows the processor's own prefetching keeps up and hints only cost time (measured: 10 %). From four rows on a
-// panel takes longer than the prefetcher looks ahead, and asking for the next panel gains up to a quarter.
+// With few rows the processor's own prefetching keeps up and hints cost 10 %. Once a panel takes longer than the
+// prefetcher looks ahead, asking for the next one gains up to a quarter.
 #define PREFETCH_BYTES 9216
+#if defined(SIMD_AVX512)
 #define PREFETCH_ROWS 4
+#else
+#define PREFETCH_ROWS 8
+#endif
 #define INTO_SECOND_LEVEL 2
 
 EXPORT const char *enginehouse_instruction_set(void) { return DOT_NAME; }
