@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test test-all lint format bench clean
+.PHONY: help serve chat test test-all lint format cross clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ format: $(VENV)/.dev  ## Format and mend what can be mended
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+cross: $(VENV)/.cross  ## Build the kernels for Linux and macOS on Arm too, and run the Arm ones in an emulator
+	@$(BIN)/python scripts/cross_compile.py
+
 clean:  ## Remove the virtual environment and tool caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 
@@ -51,3 +54,8 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing Enginehouse and its development tools"
 	@$(PIP) install --progress-bar on -c constraints.txt -e . $$($(BIN)/python scripts/dev_requirements.py)
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.cross: pyproject.toml constraints.txt | $(VENV)/.dev
+	@echo "Installing the cross compiler"
+	@$(PIP) install --progress-bar on -c constraints.txt -e '.[compiler]'
+	@touch $@
