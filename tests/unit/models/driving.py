@@ -12,9 +12,10 @@ from enginehouse.runtime.config import KVDtype, ModelConfig
 from enginehouse.runtime.models import architecture_for, load_tensor
 from enginehouse.runtime.ops import BLOCK, Kernels, LinearWeight, load
 from enginehouse.runtime.quantization import Precision
-from tests.unit.models.variants import Variant
+from tests.unit.models.variants import VARIANTS, Variant
 
 NUM_BLOCKS = 40
+KERNELS: list[Kernels] = ["numpy", "native"]
 
 
 class DictReader:
@@ -59,8 +60,6 @@ class MemoryWeights:
 @lru_cache(maxsize=4)
 def packed(variant_key: str, precision: Precision) -> MemoryWeights:
     """The packed weights of a variant, by name; packing is shared between tests."""
-    from tests.unit.models.variants import VARIANTS
-
     variant = next(variant for variant in VARIANTS if variant.name == variant_key)
     return MemoryWeights(variant.config, variant.tensors(), precision)
 
@@ -104,9 +103,12 @@ class Lane:
 
 
 def scattered_blocks(lane: int, num_tokens: int) -> list[int]:
-    """Blocks of lane 0, 1, 2, … in descending order, interleaved with those of the other lanes."""
+    """Blocks of one of six lanes, in descending order, interleaved with those of the other lanes.
+
+    Beyond six blocks the order wraps: such a lane must be alone.
+    """
     count = -(-num_tokens // BLOCK)
-    return [NUM_BLOCKS - 1 - lane - 6 * index for index in range(count)]
+    return [(NUM_BLOCKS - 1 - lane - 6 * index) % NUM_BLOCKS for index in range(count)]
 
 
 def prompt_logits(runner: ModelRunner, tokens: Sequence[int], chunk_tokens: int, lane: int = 0) -> np.ndarray:

@@ -9,10 +9,9 @@ from enginehouse.engine.model_runner import Chunk, ModelRunner, build_batch
 from enginehouse.runtime.config import KVDtype
 from enginehouse.runtime.ops import BLOCK, Kernels
 from enginehouse.runtime.quantization import Precision
-from tests.unit.models.driving import Lane, make_runner, prompt_logits, scattered_blocks
+from tests.unit.models.driving import KERNELS, Lane, make_runner, prompt_logits, scattered_blocks
 from tests.unit.models.variants import VARIANTS, VOCAB_SIZE, Variant
 
-KERNELS: list[Kernels] = ["numpy"]
 MODES: list[tuple[Precision, KVDtype]] = [("int8", "fp16"), ("fp32", "fp16"), ("fp32", "fp32")]
 
 

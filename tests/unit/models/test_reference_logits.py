@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from enginehouse.runtime.ops import Kernels
-from tests.unit.models.driving import greedy, make_runner, prompt_logits
+from tests.unit.models.driving import KERNELS, greedy, make_runner, prompt_logits
 from tests.unit.models.variants import DATA, NUM_GREEDY, VARIANTS, Variant
 
 TOLERANCE = 1e-4
-KERNELS: list[Kernels] = ["numpy"]
 
 
 @pytest.fixture(params=VARIANTS, ids=lambda variant: variant.name)
