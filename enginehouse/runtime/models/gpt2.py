@@ -19,6 +19,8 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
     options = HFOptions(hf_config)
     hidden_size = options.integer("n_embd")
     num_heads = options.integer("n_head")
+    head_dim = options.divided("n_embd", hidden_size, "n_head", num_heads)
+    options.check_heads(head_dim, num_heads, num_heads)
     options.require("scale_attn_weights", True)
     options.require("scale_attn_by_inverse_layer_idx", False)
     options.require("add_cross_attention", False)
@@ -31,7 +33,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
         num_layers=options.integer("n_layer"),
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_dim=options.divided("n_embd", hidden_size, "n_head", num_heads),
+        head_dim=head_dim,
         max_context=options.integer("n_positions", 1024),
         norm_eps=options.number("layer_norm_epsilon", 1e-5),
         activation="gelu_new" if activation == "gelu_new" else "gelu" if activation == "gelu" else "relu",

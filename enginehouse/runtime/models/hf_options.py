@@ -12,6 +12,7 @@ from typing import Any
 
 from enginehouse.errors import CorruptModelError, UnsupportedModelError
 from enginehouse.runtime.config import RopeConfig
+from enginehouse.runtime.ops.native import MAX_HEAD_DIM, MAX_HEADS_PER_KV_HEAD
 
 
 class HFOptions:
@@ -65,6 +66,19 @@ class HFOptions:
                 f"{self.model_type} configuration: {total_name} {total} is no multiple of {parts_name} {parts}"
             )
         return total // parts
+
+    def check_heads(self, head_dim: int, num_heads: int, num_kv_heads: int) -> None:
+        """Refuses head counts and widths that the attention kernel has no room for."""
+        self.divided("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
+        if head_dim > MAX_HEAD_DIM:
+            raise UnsupportedModelError(
+                f"{self.model_type} with head_dim={head_dim} is not supported; at most {MAX_HEAD_DIM} is"
+            )
+        if num_heads > MAX_HEADS_PER_KV_HEAD * num_kv_heads:
+            raise UnsupportedModelError(
+                f"{self.model_type} with {num_heads} query heads on num_key_value_heads={num_kv_heads} is not "
+                f"supported; at most {MAX_HEADS_PER_KV_HEAD} query heads can share one"
+            )
 
     def max_context(self, default: int, window: int | None) -> int:
         """`max_position_embeddings`, limited to the sliding window.

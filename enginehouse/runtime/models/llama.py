@@ -37,11 +37,11 @@ def decoder_config(
     hidden_size = options.integer("hidden_size")
     num_heads = options.integer("num_attention_heads")
     num_kv_heads = options.integer("num_key_value_heads", num_heads)
-    options.divided("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
     if options.options.get("head_dim") is None and default_head_dim is None:
         head_dim = options.divided("hidden_size", hidden_size, "num_attention_heads", num_heads)
     else:
         head_dim = options.integer("head_dim", default_head_dim)
+    options.check_heads(head_dim, num_heads, num_kv_heads)
     options.choice("hidden_act", "silu", ["silu"])
     return ModelConfig(
         architecture=architecture,

@@ -21,6 +21,8 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
     options = HFOptions(hf_config)
     hidden_size = options.integer("hidden_size")
     num_heads = options.integer("num_attention_heads")
+    head_dim = options.divided("hidden_size", hidden_size, "num_attention_heads", num_heads)
+    options.check_heads(head_dim, num_heads, num_heads)
     projected = options.integer("word_embed_proj_dim", hidden_size)
     if projected != hidden_size:
         raise UnsupportedModelError(
@@ -40,7 +42,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
         num_layers=options.integer("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_dim=options.divided("hidden_size", hidden_size, "num_attention_heads", num_heads),
+        head_dim=head_dim,
         max_context=options.max_context(2048, window=None),
         norm_eps=1e-5,
         activation="relu" if activation == "relu" else "gelu",

@@ -135,6 +135,7 @@ def test_families_differ_in_biases_and_norms() -> None:
         (LLAMA, "quantization_config", {"quant_method": "gptq"}),
         (LLAMA, "hidden_act", "gelu"),
         (LLAMA, "partial_rotary_factor", 0.5),
+        (LLAMA, "head_dim", 512),
         (OPT, "word_embed_proj_dim", 48),
         (OPT, "do_layer_norm_before", False),
         (OPT, "_remove_final_layer_norm", True),
@@ -171,6 +172,11 @@ def test_nonsense_values_are_named(option: str, value: Any) -> None:
     named = "RoPE theta" if option == "rope_theta" else option
     with pytest.raises(CorruptModelError, match=named):
         read(LLAMA, **{option: value})
+
+
+def test_too_many_query_heads_on_one_kv_head_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="num_key_value_heads=1"):
+        read(LLAMA, num_attention_heads=32, num_key_value_heads=1)
 
 
 def test_missing_model_type_lists_what_is_supported() -> None:
