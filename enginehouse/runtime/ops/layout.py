@@ -105,7 +105,18 @@ class Activation:
     fp32: `values` float32 [max_rows, K].
     """
 
-    __slots__ = ("max_rows", "precision", "ptr", "quantized", "scale", "struct", "sum", "values", "wide", "width")
+    __slots__ = (
+        "max_rows",
+        "precision",
+        "ptr",
+        "quantized",
+        "scale",
+        "struct",
+        "sum",
+        "values",
+        "wide",
+        "width",
+    )
 
     def __init__(self, max_rows: int, width: int, precision: Precision) -> None:
         self.max_rows = max_rows
