@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from enginehouse.engine.structured_output import Grammar
 from enginehouse.errors import InvalidRequestError
 
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
@@ -37,6 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -65,6 +67,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_token("logit_bias", token, vocab_size)
         for token in self.stop_token_ids:
             _check_token("stop_token_ids", token, vocab_size)
+        if self.grammar is not None:
+            self.grammar.check()
 
 
 def _check_range(name: str, value: float, low: float, high: float | None, *, low_open: bool = False) -> None:
