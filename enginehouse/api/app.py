@@ -21,6 +21,7 @@ from enginehouse.api.openai.chat import ChatBody, ChatCompletions
 from enginehouse.api.openai.completions import CompletionBody, Completions
 from enginehouse.api.openai.models import model_list, model_object
 from enginehouse.api.openapi import describe, request_body
+from enginehouse.api.tokenize import tokenize_router
 from enginehouse.errors import EnginehouseError
 from enginehouse.observability.metrics import Metrics
 from enginehouse.settings import ServerSettings, Settings
@@ -76,6 +77,7 @@ def create_app(
     install_handlers(app)
     app.include_router(ops.router)
     app.include_router(_models_router(host))
+    app.include_router(tokenize_router(host))
     _add_generating_routes(app)
     describe(app)
     return app
