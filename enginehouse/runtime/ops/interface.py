@@ -130,7 +130,8 @@ class Ops(Protocol):
         num_heads: int,
         rows: int,
     ) -> None:
-        """Causal attention of each row's queries over its sequence's cached tokens; out [rows, heads · head_dim].
+        """Attention of each row's queries over its sequence's cached tokens up to the position the batch gives for
+        the row (its own: causal; the sequence's last: both ways); out [rows, heads · head_dim].
 
         Online softmax over KV blocks in order (Milakov and Gimelshein 2018). Values beyond a row's position are
         never used, so a reused block may hold anything.

@@ -356,7 +356,8 @@ class BatchStruct(ctypes.Structure):
 class AttentionBatch:
     """Which tokens each query row sees: row i belongs to sequence `row_seq[i]` and attends to its positions
     0..`positions[i]` inclusive, found through `block_tables[row_seq[i]]`. Rows of one sequence that stand next
-    to each other with rising positions are computed together, which saves time and changes no bit."""
+    to each other with positions that do not fall are computed together, which saves time and changes no bit.
+    An encoder, whose tokens see each other both ways, gives all rows of a sequence its last position."""
 
     row_seq: npt.NDArray[np.int32]
     positions: npt.NDArray[np.int32]

@@ -197,3 +197,23 @@ def test_too_many_query_heads_are_refused(kernels):
     case = Case(25, 1, 8, lengths=(1, 1))
     with pytest.raises(ValueError, match="at most"):
         case.run(kernels, new_cache(kernels, case, "fp16"))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_that_see_the_whole_sequence_match_the_reference_alone_and_together(
+    isa, reference, shape, dtype
+):
+    case = Case(*shape, lengths=(70, 33, 1))
+    case.tables = np.random.default_rng(1).permutation(BLOCKS).astype(np.int32).reshape(3, -1)
+    case.slots = case.tables[case.row_seq, case.positions // 32].astype(np.int64) * 32 + case.positions % 32
+    cache = new_cache(reference, case, dtype)
+    qkv = case.store(reference, cache, slice(None))
+    case.positions = np.repeat(np.array(case.lengths, np.int32) - 1, case.lengths)
+    expected = case.attend(reference, cache, qkv, slice(None))
+    together = case.attend(native(isa, 2), cache, qkv, slice(None))
+    assert np.allclose(together, expected, rtol=1e-4, atol=2e-6)
+    for row in range(len(case.positions)):
+        lone = Tensor(1, qkv.width)
+        lone.array[0] = qkv.array[row]
+        assert (case.attend(native(isa, 1), cache, lone, slice(row, row + 1)) == together[row]).all()

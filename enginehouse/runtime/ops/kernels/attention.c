@@ -319,25 +319,27 @@ static void attend_tile(const void *context, int64_t item) {
         int64_t count = last + 1 - start < BLOCK ? last + 1 - start : BLOCK;
         struct block_view view =
             view_block(task, &state, table[start / BLOCK], kv_head, tile.num_rows * heads, count);
-        // Rows of a tile have rising positions: the first ones may end inside this block or before it.
+        // Positions never fall within a tile: the first rows may end inside this block or before it.
         int64_t row = 0;
-        for (; row < tile.num_rows && positions[row] + 1 - start < BLOCK; row++) {
-            int64_t visible = positions[row] + 1 - start;
-            if (visible > 0) attend(&state, row * heads, (row + 1) * heads, visible, &view);
+        while (row < tile.num_rows && positions[row] + 1 - start < BLOCK) {
+            int64_t visible = positions[row] + 1 - start, end = row + 1;
+            while (end < tile.num_rows && positions[end] == positions[row]) end++;
+            if (visible > 0) attend(&state, row * heads, end * heads, visible, &view);
+            row = end;
         }
         if (row < tile.num_rows) attend(&state, row * heads, tile.num_rows * heads, BLOCK, &view);
     }
     finish_tile(task, &state, tile, kv_head);
 }
 
-// Cuts the rows into tiles: neighbours of one sequence with rising positions.
+// Cuts the rows into tiles: neighbours of one sequence whose positions do not fall.
 static int64_t make_tiles(const struct attention_batch *batch, int64_t rows, int64_t max_rows,
                           struct query_tile *tiles) {
     int64_t num_tiles = 0;
     for (int64_t row = 0; row < rows; row++) {
         struct query_tile *last = tiles + num_tiles - 1;
         if (row > 0 && last->num_rows < max_rows && batch->row_seq[row] == batch->row_seq[row - 1] &&
-            batch->positions[row] > batch->positions[row - 1]) {
+            batch->positions[row] >= batch->positions[row - 1]) {
             last->num_rows++;
         } else {
             tiles[num_tiles++] = (struct query_tile){(int32_t)row, 1};
