@@ -77,6 +77,8 @@ class ModelSettings(_Section):
     """The name clients use in the `model` field."""
     precision: Literal["int8", "fp32"] = "int8"
     """Precision of weights and products: `int8` with grouped scales, or `fp32`."""
+    tool_format: Literal["auto", "hermes", "llama3", "mistral", "generic"] = "auto"
+    """How the model writes tool calls; `auto` goes by its chat template, `generic` explains tools in a system message."""
 
 
 class LogSettings(_Section):

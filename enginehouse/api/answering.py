@@ -127,6 +127,8 @@ class GenerationResponse(Response):
         record = self._record
         record.stream, record.num_choices = call.stream, call.n * len(call.prompts)
         engine = self._api.host.engine_for(call.model)
+        if call.bind is not None:
+            call = call.bind(call, engine, self._api.host.model_settings)
         generation = Generation(engine, call, record)
         await generation.submit()
         head = AnswerHead(

@@ -61,6 +61,7 @@ class EngineHost:
         on_failed: Callable[[EnginehouseError], None] | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
+        self.model_settings = settings.model
         self.model_id = settings.model.id
         self.source = settings.model.source
         self.created_unix_s = int(time.time())

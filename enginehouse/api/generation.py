@@ -17,9 +17,12 @@ from enginehouse.engine.messages import FinishReason, SequenceId, TokenLogprob
 from enginehouse.engine.request_stream import RequestStream
 from enginehouse.engine.sampling_params import SamplingParams
 from enginehouse.observability.records import RequestRecord
+from enginehouse.settings import ModelSettings
 
 if TYPE_CHECKING:
     from enginehouse.engine.llm_engine import LLMEngine
+
+Bind = Callable[["GenerationCall", "LLMEngine", ModelSettings], "GenerationCall"]
 
 _NO_SEQUENCE = SequenceId(0)
 
@@ -38,6 +41,10 @@ class GenerationCall:
     timeout_s: float | None = None
     wants_tokens: bool = False
     """Whether deltas say which token wrote which part of the text."""
+    visible_special: frozenset[int] = frozenset()
+    """Special tokens whose name is part of the text."""
+    bind: Bind | None = None
+    """Makes the final call, for routes whose prompt or parameters depend on the model that serves it."""
 
 
 class Delta(msgspec.Struct):
@@ -74,6 +81,7 @@ class ChoiceAnswer:
     tokens: list[TokenText] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: FinishReason = "stop"
+    stop_reason: int | str | None = None
     num_output_tokens: int = 0
 
     @property
@@ -94,6 +102,7 @@ class ChoiceAnswer:
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         if delta.finished is not None:
             self.finish_reason = delta.finished.reason
+            self.stop_reason = delta.finished.stop_reason
             self.num_output_tokens = delta.finished.num_output_tokens
 
 
@@ -129,6 +138,7 @@ class Generation:
                     request_id=self._record.request_id,
                     priority=call.priority,
                     deadline_s=deadline_s,
+                    visible_special=call.visible_special,
                 )
                 self.streams.append(stream)
                 self.usage.prompt_tokens += stream.num_prompt_tokens
@@ -172,7 +182,9 @@ class Generation:
             self._record.cached_tokens = self.usage.cached_tokens
         if self.call.wants_tokens:
             prompt_tokens = self.streams[index // self.call.n].prompt_token_ids
-            self._texts[index] = TokenTexts(self.engine.tokenizer, prompt_tokens)
+            self._texts[index] = TokenTexts(
+                self.engine.tokenizer, prompt_tokens, visible_special=self.call.visible_special
+            )
         self._record.first_token_s = self._record.first_token_s or time.monotonic()
         return Delta(index, event.sequence_id, started=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,12 +34,22 @@ class TokenTexts:
     `finish` gives what is left.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_tokens: Sequence[int] = ()) -> None:
-        """`prompt_tokens`: what the text continues, as the engine's own detokenizer was told."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_tokens: Sequence[int] = (),
+        *,
+        visible_special: Set[int] = frozenset(),
+    ) -> None:
+        """`prompt_tokens`: what the text continues, and `visible_special`: special tokens that have a text, as the
+        engine's own detokenizer was told."""
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, prompt_tokens=prompt_tokens)
+        self._textless = tokenizer.special_token_ids - visible_special
+        self._detokenizer = Detokenizer(
+            tokenizer, prompt_tokens=prompt_tokens, visible_special=visible_special
+        )
         self._strip_space = tokenizer.strip_leading_space and all(
-            token in tokenizer.special_token_ids for token in prompt_tokens
+            token in self._textless for token in prompt_tokens
         )
         self._pending: deque[TokenText] = deque()
         """Tokens whose text is not released yet."""
@@ -52,7 +62,7 @@ class TokenTexts:
         """Add tokens, with their log-probabilities when there are any."""
         for position, token in enumerate(tokens):
             raw = b""
-            if token not in self._tokenizer.special_token_ids:
+            if token not in self._textless:
                 raw = self._tokenizer.token_bytes(token)
             if self._strip_space and raw:
                 raw, self._strip_space = raw.removeprefix(b" "), False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,10 +23,16 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, prompt_tokens: Sequence[int] = (), skip_special: bool = True
+        self,
+        tokenizer: Tokenizer,
+        *,
+        prompt_tokens: Sequence[int] = (),
+        skip_special: bool = True,
+        visible_special: Set[int] = frozenset(),
     ) -> None:
+        """`visible_special`: special tokens whose name is text all the same."""
         self._token_bytes = tokenizer.token_bytes
-        self._skipped = tokenizer.special_token_ids if skip_special else frozenset()
+        self._skipped = tokenizer.special_token_ids - visible_special if skip_special else frozenset()
         self._decoder = _new_decoder("replace")
         tail = self._last_bytes(prompt_tokens)
         self._strip_space = tokenizer.strip_leading_space and not tail

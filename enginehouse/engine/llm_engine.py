@@ -166,12 +166,14 @@ class LLMEngine:
         tenant: str = "",
         priority: int = 0,
         deadline_s: float | None = None,
+        visible_special: frozenset[int] = frozenset(),
     ) -> RequestStream:
         """Admit a request; its events are in the stream that is returned.
 
         `stop`: strings that end the output and do not appear in it. `n`: choices, sharing the prompt's
         computation; choice 0 is what n = 1 gives with the same seed. `deadline_s`: `time.monotonic()` after
-        which the answer is no longer wanted. `params.eos_token_ids` empty means the model's own.
+        which the answer is no longer wanted. `params.eos_token_ids` empty means the model's own. `visible_special`:
+        special tokens whose name is part of the text.
 
         Raises `InvalidRequestError`, `ContextLengthExceededError`, `TemplateError`, `QueueFullError` (with
         `retry_after_s`), `NoCapacityError` or `ShuttingDownError` before anything is computed.
@@ -190,7 +192,9 @@ class LLMEngine:
         except BaseException:
             self._admission.release(n)
             raise
-        request = self._open_request(tokens, params, stop, n, request_id, tenant, priority, deadline_s)
+        request = self._open_request(
+            tokens, params, stop, n, request_id, tenant, priority, deadline_s, visible_special
+        )
         self._supervisor.send(request.first_message())
         return request.stream
 
@@ -228,6 +232,7 @@ class LLMEngine:
         tenant: str,
         priority: int,
         deadline_s: float | None,
+        visible_special: frozenset[int],
     ) -> ActiveRequest:
         arrival_s = time.monotonic()
         ids = [SequenceId(next(self._next_id)) for _ in range(n)]
@@ -244,7 +249,9 @@ class LLMEngine:
                 sequence_id=sequence_id,
                 params=sibling_params(params, index),
                 num_prompt_tokens=len(tokens),
-                detokenizer=Detokenizer(self.tokenizer, prompt_tokens=tokens),
+                detokenizer=Detokenizer(
+                    self.tokenizer, prompt_tokens=tokens, visible_special=visible_special
+                ),
                 stop_strings=StopStringChecker(stop),
                 arrival_s=arrival_s,
             )

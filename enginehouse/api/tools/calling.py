@@ -1,0 +1,100 @@
+"""One request's way through tool calling, whatever its protocol."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from enginehouse.api.generation import GenerationCall
+from enginehouse.api.tools.definitions import ToolRequest
+from enginehouse.api.tools.forcing import forcing_grammar
+from enginehouse.api.tools.formats import ToolFormat, choose_format
+from enginehouse.api.tools.history import adapt_messages, template_tools
+from enginehouse.api.tools.parsing import (
+    ForcedCallParser,
+    OutputParser,
+    ParsedOutput,
+    ToolCallParser,
+    parse_output,
+)
+from enginehouse.engine.events import ChatPrompt
+from enginehouse.engine.structured_output import Grammar
+from enginehouse.settings import ModelSettings
+
+if TYPE_CHECKING:
+    from enginehouse.engine.llm_engine import LLMEngine
+    from enginehouse.runtime.tokenizer import Tokenizer
+
+
+class ToolCalling:
+    """The tools of one request, from the messages to the parsed answer.
+
+    A protocol makes one in `parse`, gives `bind` to its call as `GenerationCall.bind` (the model, and with it the
+    format, is only known later), and then reads each choice with a `new_parser`. `messages` are in the shape of
+    chat completions (`role`, `content`, `name`, `tool_calls`, `tool_call_id`).
+    """
+
+    def __init__(self, messages: Sequence[dict[str, Any]], tools: ToolRequest | None) -> None:
+        self._messages = messages
+        self.tools = tools
+        self._format: ToolFormat | None = None
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer is calls and nothing else, made so by a grammar."""
+        return self.tools is not None and self.tools.mode == "required"
+
+    @property
+    def is_parsed(self) -> bool:
+        """Whether the answer may hold calls."""
+        return self.tools is not None and self.tools.is_offered
+
+    def bind(self, call: GenerationCall, engine: LLMEngine, settings: ModelSettings) -> GenerationCall:
+        """`call` for the model that will serve it: its prompt, the grammar of forced calls, what may be seen.
+
+        Stop strings do not apply to forced calls: they would cut them.
+        """
+        fmt = self._format = choose_format(engine.tokenizer.chat_template, settings.tool_format)
+        tools = self.tools if self.is_parsed else None
+        functions = tools.functions if tools is not None else ()
+        prompt = ChatPrompt(
+            messages=adapt_messages(self._messages, fmt, functions),
+            tools=template_tools(functions) if functions and fmt.in_template else None,
+        )
+        if tools is None:
+            return dataclasses.replace(call, prompts=[prompt])
+        marker = special_token(engine.tokenizer, fmt.marker)
+        visible = frozenset() if marker is None else frozenset((marker,))
+        call = dataclasses.replace(call, prompts=[prompt], visible_special=visible)
+        if not self.is_forced:
+            return call
+        text = forcing_grammar(fmt, tools.callable_functions, parallel=tools.parallel, marker_token=marker)
+        grammar = Grammar(kind="lark", text=text, param=tools.where)
+        params = msgspec.structs.replace(call.params, grammar=grammar)
+        return dataclasses.replace(call, params=params, stop=())
+
+    def new_parser(self) -> OutputParser | None:
+        """A parser for one choice's text; None when the text is content as it is. Only after `bind`."""
+        if not self.is_parsed:
+            return None
+        assert self.tools is not None
+        assert self._format is not None
+        if self.is_forced:
+            return ForcedCallParser(self._format)
+        return ToolCallParser(self._format, self.tools.callable_names, parallel=self.tools.parallel)
+
+    def parse(self, text: str) -> ParsedOutput:
+        """Content and calls of a whole choice."""
+        parser = self.new_parser()
+        return ParsedOutput(text) if parser is None else parse_output(parser, text)
+
+
+def special_token(tokenizer: Tokenizer, text: str) -> int | None:
+    """The id of the special token with this text, which would not be seen in an answer otherwise."""
+    wanted = text.encode()
+    return next(
+        (token for token in tokenizer.special_token_ids if tokenizer.token_bytes(token) == wanted), None
+    )
