@@ -276,10 +276,13 @@ def test_the_worker_does_not_outlive_its_parent(tiny_int8: Path, activity: str, 
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=root) as parent:
         assert parent.stdout is not None
-        worker = psutil.Process(int(parent.stdout.readline()))
-        time.sleep(0.1)
-        parent.send_signal(kill)
-        parent.wait(10)
+        try:
+            worker = psutil.Process(int(parent.stdout.readline()))
+            time.sleep(0.1)
+            parent.send_signal(kill)
+            parent.wait(10)
+        finally:
+            parent.kill()
         _, alive = psutil.wait_procs([worker], timeout=2)
         assert alive == []
 
