@@ -14,6 +14,8 @@ from starlette.responses import Response
 import enginehouse
 from enginehouse.api import basics, ops
 from enginehouse.api.answering import ApiState, GenerationProtocol, GenerationResponse
+from enginehouse.api.anthropic.count_tokens import count_tokens_router
+from enginehouse.api.anthropic.messages import Messages, MessagesBody
 from enginehouse.api.engine_host import EngineHost, StartEngine, start_llm_engine
 from enginehouse.api.errors import install_handlers
 from enginehouse.api.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestContextMiddleware
@@ -78,6 +80,7 @@ def create_app(
     app.include_router(ops.router)
     app.include_router(_models_router(host))
     app.include_router(tokenize_router(host))
+    app.include_router(count_tokens_router(host))
     _add_generating_routes(app)
     describe(app)
     return app
@@ -92,6 +95,7 @@ def _add_generating_routes(app: FastAPI) -> None:
         (basics.GenerateVLLM(), basics.PromptsBody, teaching, "The same on the vLLM backend"),
         (Completions(), CompletionBody, openai, "Continue a text"),
         (ChatCompletions(), ChatBody, openai, "Answer a conversation"),
+        (Messages(), MessagesBody, "Anthropic", "Answer a conversation"),
     ):
         app.add_api_route(
             protocol.route,

@@ -1,4 +1,5 @@
-"""Errors on the wire: every answer that is not a success has OpenAI's error shape and is made here.
+"""Errors on the wire: every answer that is not a success is made here, in OpenAI's error shape, or in Anthropic's
+below `/v1/messages`.
 
 | raised | status |
 |---|---|
@@ -83,15 +84,39 @@ def error_object(error: EnginehouseError) -> dict[str, Any]:
     }
 
 
-def error_response(error: EnginehouseError) -> Response:
-    """The whole answer for `error`."""
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error_object(error: EnginehouseError) -> dict[str, Any]:
+    """The same in Anthropic's shape: `{"type": "error", "error": {"type", "message"}}`."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Whether answers below this path are in Anthropic's protocol."""
+    return path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
+
+
+def error_response(error: EnginehouseError, path: str) -> Response:
+    """The whole answer for `error` to a request for `path`."""
+    shape = anthropic_error_object if speaks_anthropic(path) else error_object
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if not getattr(error, "retry", True):
         headers["x-should-retry"] = "false"
     return Response(
-        msgspec.json.encode(error_object(error)),
+        msgspec.json.encode(shape(error)),
         status_code=error.status,
         headers=headers,
         media_type="application/json",
@@ -105,19 +130,19 @@ def internal_error(request_id: str) -> EnginehouseError:
 
 async def send_error(error: EnginehouseError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer from a middleware, where nothing has been sent yet."""
-    await error_response(error)(scope, receive, send)
+    await error_response(error, scope["path"])(scope, receive, send)
 
 
 def install_handlers(app: FastAPI) -> None:
     """Route every error that reaches FastAPI through this module."""
 
-    async def on_enginehouse_error(_request: Request, error: Exception) -> Response:
+    async def on_enginehouse_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, EnginehouseError)
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     async def on_http_exception(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        response = error_response(_from_http_exception(request, error))
+        response = error_response(_from_http_exception(request, error), request.url.path)
         response.headers.update(error.headers or {})
         return response
 

@@ -23,6 +23,7 @@ from enginehouse.api.errors import (
     UnauthorizedError,
     internal_error,
     send_error,
+    speaks_anthropic,
 )
 
 _log = structlog.stdlib.get_logger("enginehouse.http")
@@ -67,14 +68,16 @@ class RequestContextMiddleware:
         request_id = offered if _ACCEPTABLE_ID.fullmatch(offered) else f"req_{secrets.token_hex(12)}"
         context = RequestContext(request_id, time.monotonic(), time.time())
         scope[_SCOPE_KEY] = context
-        header = (b"x-request-id", request_id.encode("ascii"))
+        headers = [(b"x-request-id", request_id.encode("ascii"))]
+        if speaks_anthropic(scope["path"]):
+            headers.append((b"request-id", request_id.encode("ascii")))
         status = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), header]}
+                message = {**message, "headers": [*message.get("headers", ()), *headers]}
             await send(message)
 
         try:
@@ -104,7 +107,8 @@ class RequestContextMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Asks for one of `keys` as a bearer token, except on `OPEN_PATHS` and for CORS preflights."""
+    """Asks for one of `keys`, as a bearer token or as Anthropic's clients send it (`x-api-key`), except on
+    `OPEN_PATHS` and for CORS preflights."""
 
     def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
         self._app = app
@@ -112,14 +116,19 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
-            scheme, _, offered = Headers(scope=scope).get("authorization", "").partition(" ")
+            offered = _offered_key(Headers(scope=scope))
             # Every key is compared, so that the time says nothing about which one was close.
-            matches = [hmac.compare_digest(offered.strip().encode(), key) for key in self._keys]
-            if scheme.lower() != "bearer" or not any(matches):
+            matches = [hmac.compare_digest(offered.encode(), key) for key in self._keys]
+            if not offered or not any(matches):
                 what = "Wrong API key." if offered else "No API key: send it as 'Authorization: Bearer KEY'."
                 await send_error(UnauthorizedError(what), scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _offered_key(headers: Headers) -> str:
+    scheme, _, offered = headers.get("authorization", "").partition(" ")
+    return offered.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
 
 
 class BodyLimitMiddleware:

@@ -8,10 +8,12 @@ import msgspec
 import pytest
 
 import enginehouse.api.errors as api_errors
+from enginehouse.api.anthropic.messages import MessagesBody
 from enginehouse.api.app import create_app
 from enginehouse.api.basics import PromptBody, PromptsBody
 from enginehouse.api.openai.chat import ChatBody
 from enginehouse.api.openai.completions import CompletionBody
+from enginehouse.api.tokenize import ApplyTemplateBody, DetokenizeBody, TokenizeBody
 from enginehouse.settings import Settings
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
@@ -24,7 +26,19 @@ def test_routes() -> None:
         assert path.replace("{model_id}", "{id}") in PAGE
 
 
-@pytest.mark.parametrize("body", [ChatBody, CompletionBody, PromptBody, PromptsBody])
+@pytest.mark.parametrize(
+    "body",
+    [
+        ChatBody,
+        CompletionBody,
+        PromptBody,
+        PromptsBody,
+        MessagesBody,
+        TokenizeBody,
+        DetokenizeBody,
+        ApplyTemplateBody,
+    ],
+)
 def test_fields(body: type[msgspec.Struct]) -> None:
     for field in msgspec.structs.fields(body):
         assert f"`{field.name}`" in PAGE or f'"{field.name}"' in PAGE, field.name
