@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class ToolCalling:
     """The tools of one request, from the messages to the parsed answer.
 
-    A protocol makes one in `parse`, gives `bind` to its call as `GenerationCall.bind` (the model, and with it the
-    format, is only known later), and then reads each choice with a `new_parser`. `messages` are in the shape of
+    A protocol makes one in `parse`, attaches it to its call (the model, and with it the format, is only known
+    later), and then reads each choice with a `new_parser`. `messages` are in the shape of
     chat completions (`role`, `content`, `name`, `tool_calls`, `tool_call_id`).
     """
 
@@ -51,6 +51,11 @@ class ToolCalling:
     def is_parsed(self) -> bool:
         """Whether the answer may hold calls."""
         return self.tools is not None and self.tools.is_offered
+
+    def attach(self, call: GenerationCall) -> GenerationCall:
+        """`call`, to be bound when its model is known. Conversations without a trace of tools stay as they are."""
+        has_history = any("tool_calls" in message or message["role"] == "tool" for message in self._messages)
+        return dataclasses.replace(call, bind=self.bind) if self.is_parsed or has_history else call
 
     def bind(self, call: GenerationCall, engine: LLMEngine, settings: ModelSettings) -> GenerationCall:
         """`call` for the model that will serve it: its prompt, the grammar of forced calls, what may be seen.

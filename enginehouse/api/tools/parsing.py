@@ -81,6 +81,8 @@ class OutputParser(Protocol):
     """Characters of the text that are known to be content, or not to be; the rest is held back."""
     num_calls: int
     """Calls that have begun."""
+    is_free: bool
+    """Whether the text might have been content."""
 
     def feed(self, text: str) -> list[OutputEvent]:
         """Events that `text` brings."""
@@ -106,8 +108,8 @@ class _WrittenCall(msgspec.Struct):
     """A call as models write it, with either name for the arguments."""
 
     name: str
-    arguments: msgspec.Raw | None = None
-    parameters: msgspec.Raw | None = None
+    arguments: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.Raw()
 
 
 _calls_decoder = msgspec.json.Decoder(_WrittenCall | list[_WrittenCall])
@@ -128,10 +130,7 @@ def _written_calls(text: str, names: Collection[str]) -> list[tuple[str, str]] |
 
 def _arguments(call: _WrittenCall) -> str:
     """The arguments as they were written. Some models write the object's text as a string. Raises `DecodeError`."""
-    raw = call.arguments if call.arguments is not None else call.parameters
-    if raw is None:
-        raise msgspec.ValidationError("a call without arguments")
-    text = bytes(raw).decode()
+    text = (bytes(call.arguments) or bytes(call.parameters)).decode()
     if text.startswith('"'):
         text = _text_decoder.decode(text)
     _object_decoder.decode(text)
@@ -150,6 +149,8 @@ class ToolCallParser:
     the text cuts short. White space before a call, and behind the last, is none of the content. After the first call, unless
     `parallel`, other calls are left out.
     """
+
+    is_free = True
 
     def __init__(
         self,
@@ -215,8 +216,9 @@ class ToolCallParser:
             self._show(at - spaces)
             return self._begin_body(spaces + len(self._format.marker))
         if self._is_final:
-            if not (self._is_behind_call and text.isspace()):
-                self._show(len(text))
+            if self._is_behind_call and text.isspace():
+                self._drop(len(text))
+            self._show(len(self._text))
             return False
         held = _num_possible_beginning(text, self._format.marker)
         rest = text[: len(text) - held]
@@ -313,6 +315,8 @@ class ForcedCallParser:
     Arguments are passed on as they come. A call is announced when its name and what stands between name and
     arguments are there.
     """
+
+    is_free = False
 
     def __init__(self, fmt: ToolFormat, *, new_id: Callable[[], str] = new_call_id) -> None:
         before, between = re.escape(fmt.before_name), re.escape(fmt.before_arguments)
