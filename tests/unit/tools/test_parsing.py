@@ -149,7 +149,9 @@ VALUES = st.recursive(
 ARGUMENTS = st.dictionaries(st.text(max_size=8), VALUES, max_size=4)
 
 
-@given(st.sampled_from(sorted(FORMATS)), st.lists(ARGUMENTS, min_size=1, max_size=3), st.booleans(), st.data())
+@given(
+    st.sampled_from(sorted(FORMATS)), st.lists(ARGUMENTS, min_size=1, max_size=3), st.booleans(), st.data()
+)
 def test_what_a_format_writes_is_read_back(
     name: str, arguments: list[dict[str, Any]], ascii_only: bool, data: st.DataObject
 ) -> None:
@@ -201,7 +203,11 @@ def test_ids() -> None:
     assert all(call_id.startswith("call_") and call_id.removeprefix("call_").isalnum() for call_id in ids)
 
 
-@given(VALUES.filter(lambda value: isinstance(value, dict | list)), st.text(max_size=5), st.lists(st.integers(0, 99)))
+@given(
+    VALUES.filter(lambda value: isinstance(value, dict | list)),
+    st.text(max_size=5),
+    st.lists(st.integers(0, 99)),
+)
 def test_scan_finds_the_end_of_any_value(value: Any, rest: str, cuts: list[int]) -> None:
     text = json.dumps(value)
     scan, seen = JsonScan(), 0
