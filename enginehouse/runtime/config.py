@@ -13,6 +13,8 @@ import msgspec
 Activation = Literal["silu", "relu", "gelu", "gelu_new"]
 RopeScaling = Literal["none", "linear", "llama3", "factors"]
 KVDtype = Literal["fp16", "fp32"]
+Pooling = Literal["mean", "cls"]
+EncoderHead = Literal["none", "pooler", "dense"]
 
 _KV_ITEM_BYTES: dict[KVDtype, int] = {"fp16": 2, "fp32": 4}
 
@@ -34,6 +36,21 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Context of the unstretched model, in tokens; used by `llama3`."""
     factors: tuple[float, ...] = ()
     """One divisor per frequency, head_dim / 2 of them; used by `factors`."""
+
+
+class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an encoder has beyond its layers: token types, and how hidden states become the answer."""
+
+    num_token_types: int
+    max_input: int
+    """Longest input in tokens, the special ones included: what sentence-transformers is told, or the positions."""
+    pooling: Pooling = "mean"
+    normalize: bool = False
+    """Embeddings are scaled to length one."""
+    lowercase: bool = False
+    """Text is lowercased before it is tokenised (`do_lower_case` of sentence_bert_config.json)."""
+    head: EncoderHead = "none"
+    """A cross-encoder's: BERT's pooler and classifier, or RoBERTa's dense layer and projection. One output."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -65,6 +82,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """q and k pass an RMS norm per head before RoPE."""
     position_offset: int = 0
     """Row of the learned position table that belongs to position 0."""
+    encoder: EncoderConfig | None = None
+    """None for models that generate text."""
 
     @property
     def q_size(self) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from enginehouse.errors import UnsupportedModelError
-from enginehouse.runtime.models import gpt2, llama, opt, qwen2, qwen3
-from enginehouse.runtime.models.architecture import Architecture
+from enginehouse.runtime.models import bert, gpt2, llama, opt, qwen2, qwen3, roberta
+from enginehouse.runtime.models.architecture import Architecture, no_generation
 from enginehouse.runtime.models.tensors import TensorReader, TensorSpec, load_tensor
 
 __all__ = [
@@ -27,10 +27,11 @@ _BY_MODEL_TYPE: dict[str, Architecture] = {
     "qwen3": qwen3.ARCHITECTURE,
     "opt": opt.ARCHITECTURE,
     "gpt2": gpt2.ARCHITECTURE,
+    "bert": bert.ARCHITECTURE,
+    "roberta": roberta.ARCHITECTURE,
+    "xlm-roberta": roberta.XLM_ROBERTA,
 }
 _BY_NAME = {architecture.name: architecture for architecture in _BY_MODEL_TYPE.values()}
-_HEADS = ("ForCausalLM", "LMHeadModel", "Model")
-"""Endings of `architectures` entries whose weights can generate text (a bare model with tied embeddings can)."""
 
 
 def supported_model_types() -> list[str]:
@@ -50,14 +51,22 @@ def architecture_for(hf_config: Mapping[str, Any]) -> Architecture:
             f"architecture {model_type!r} is not supported; supported: {', '.join(supported_model_types())}"
         )
     for name in hf_config.get("architectures") or ():
-        if not str(name).endswith(_HEADS):
-            raise UnsupportedModelError(f"{name} does not generate text; a causal language model is needed")
+        if not str(name).endswith(architecture.heads):
+            raise UnsupportedModelError(_wrong_head(str(name), architecture))
     if hf_config.get("quantization_config"):
         method = hf_config["quantization_config"].get("quant_method", "unknown")
         raise UnsupportedModelError(
             f"weights quantised with {method!r} are not supported; use the F32, F16 or BF16 weights, or a GGUF file"
         )
     return architecture
+
+
+def _wrong_head(name: str, architecture: Architecture) -> str:
+    if architecture.build is no_generation:
+        return (
+            f"{name} is not supported; of this family those that end in {', '.join(architecture.heads)} are"
+        )
+    return f"{name} does not generate text; a causal language model is needed"
 
 
 def architecture_named(name: str) -> Architecture:

