@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from enginehouse.observability.logs import configure_logging
 from tests.http.serving import Server
@@ -50,7 +52,14 @@ def default_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]
         running.stop()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _plain_logs() -> None:
-    """Applications that run inside the test process log as a server does."""
+@pytest.fixture(scope="package", autouse=True)
+def _plain_logs() -> Iterator[None]:
+    """Applications that run inside the test process log as a server does; other tests find logging as it was."""
     configure_logging("error", "json")
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    yield
+    for handler in handlers:
+        root.removeHandler(handler)
+    logging.getLogger("enginehouse").setLevel(logging.NOTSET)
+    structlog.reset_defaults()

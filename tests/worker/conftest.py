@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from enginehouse.engine import BatchingConfig, EngineConfig, LLMEngine
@@ -17,7 +16,7 @@ from enginehouse.runtime.sources import ignore_progress
 from enginehouse.runtime.weights.checkpoint import open_checkpoint
 from enginehouse.runtime.weights.packer import pack
 from tests.support.tiny_models import write_tiny_llama
-from tests.worker.driving import idle
+from tests.worker.driving import idle, own_workers
 
 StartEngine = Callable[..., Awaitable[LLMEngine]]
 
@@ -77,4 +76,4 @@ async def start_engine(tiny_int8: Path) -> AsyncIterator[StartEngine]:
             assert engine.health().restarts_total == restarts
             assert engine.health().state == "ready", engine.health().detail
         await engine.close()
-    assert psutil.Process().children() == []
+    assert own_workers() == []

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
+
 from enginehouse.engine import Finished, LLMEngine, Prompt, RequestStream, SamplingParams, Started, TokenEvent
 from enginehouse.engine.messages import TokenLogprob
 
@@ -102,3 +104,8 @@ async def idle(engine: LLMEngine) -> None:
         ),
         f"idle with all blocks free ({engine.stats()})",
     )
+
+
+def own_workers() -> list[psutil.Process]:
+    """Workers that this process started and that still live; servers of other tests have theirs below them."""
+    return [child for child in psutil.Process().children() if "enginehouse.engine.worker" in child.cmdline()]

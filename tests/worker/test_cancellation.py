@@ -51,7 +51,7 @@ async def test_abort_while_decoding_leaves_the_others_alone(start_engine: StartE
     async for event in stream:
         if isinstance(event, TokenEvent):
             break
-    assert engine.stats().num_running == 2
+    await eventually(lambda: engine.stats().num_running == 2, "both run")
     stream.abort()
     await eventually(lambda: engine.stats().num_running == 1, "one sequence left")
     assert engine.stats().blocks_used < 15

@@ -48,6 +48,9 @@ class ScriptedChannel:
     def note_progress(self) -> None:
         pass
 
+    def wake(self) -> None:
+        pass
+
     @property
     def steps(self) -> list[StepReport]:
         return [report for report in self.reports if isinstance(report, StepReport)]

@@ -36,7 +36,7 @@ from enginehouse.engine.messages import (
 from enginehouse.engine.worker_channel import WorkerChannel
 from enginehouse.errors import EnginehouseError, ModelLoadFailedError, NoCapacityError, WorkerDiedError
 from tests.worker.conftest import StartEngine, engine_config
-from tests.worker.driving import SLOW, ask, ask_one, eventually, read
+from tests.worker.driving import SLOW, ask, ask_one, eventually, own_workers, read
 from tests.worker.test_same_tokens import answer_all, outputs, questions
 
 LONG = SamplingParams(max_tokens=400, temperature=1.0, seed=3, ignore_eos=True)
@@ -309,7 +309,7 @@ async def test_damage_after_the_check_is_named_by_the_worker(
     monkeypatch.setattr("enginehouse.engine.llm_engine.load_model", load_then_damage)
     with pytest.raises(ModelLoadFailedError, match="damaged"):
         await LLMEngine.start(engine_config(copy))
-    assert psutil.Process().children() == []
+    assert own_workers() == []
 
 
 async def test_a_crash_while_loading_shows_what_the_worker_wrote(
@@ -321,7 +321,7 @@ async def test_a_crash_while_loading_shows_what_the_worker_wrote(
         await LLMEngine.start(engine_config(tiny_int8))
     assert "exit code" in str(caught.value)
     assert "\n  " in str(caught.value), "the worker's own words are missing"
-    assert psutil.Process().children() == []
+    assert own_workers() == []
 
 
 async def test_a_worker_that_cannot_be_started_at_all(
@@ -350,16 +350,16 @@ async def test_a_load_that_takes_too_long(tiny_int8: Path) -> None:
     with pytest.raises(ModelLoadFailedError, match=r"0\.001 s"):
         await LLMEngine.start(engine_config(tiny_int8, load_timeout_s=0.001))
     assert time.monotonic() - since_s < 10
-    assert psutil.Process().children() == []
+    assert own_workers() == []
 
 
 async def test_a_cancelled_start_leaves_no_process(tiny_int8: Path) -> None:
     task = asyncio.create_task(LLMEngine.start(engine_config(tiny_int8)))
-    await eventually(lambda: psutil.Process().children() != [], "the worker was started")
+    await eventually(lambda: own_workers() != [], "the worker was started")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert psutil.Process().children() == []
+    assert own_workers() == []
 
 
 async def test_an_unknown_model_is_named() -> None:
