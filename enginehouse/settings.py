@@ -62,6 +62,12 @@ class ServerSettings(_Section):
     """The most choices (`n`, `best_of`) one request may ask for."""
     max_prompts: _Count = 1024
     """The most prompts one request may hold."""
+    max_stored_responses: Annotated[int, Field(ge=0)] = 1000
+    """The most answers of `/v1/responses` that are kept to be continued; 0 keeps none."""
+    max_stored_response_bytes: _Count = 64 * 1024 * 1024
+    """The most memory they may take together; the oldest go first."""
+    stored_response_ttl_s: _Seconds = 24 * 3600.0
+    """Seconds after which a stored response is forgotten."""
     keep_alive_s: _Seconds = 75.0
     """Seconds an idle connection stays open."""
     shutdown_grace_s: _Seconds = 30.0

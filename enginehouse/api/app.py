@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,10 @@ from enginehouse.api.openai.chat import ChatBody, ChatCompletions
 from enginehouse.api.openai.completions import CompletionBody, Completions
 from enginehouse.api.openai.models import model_list, model_object
 from enginehouse.api.openapi import describe, request_body
+from enginehouse.api.responses.protocol import Responses
+from enginehouse.api.responses.request import ResponsesBody
+from enginehouse.api.responses.routes import stored_responses_router
+from enginehouse.api.responses.store import ResponseStore
 from enginehouse.api.tokenize import tokenize_router
 from enginehouse.errors import EnginehouseError
 from enginehouse.observability.metrics import Metrics
@@ -81,12 +86,23 @@ def create_app(
     app.include_router(_models_router(host))
     app.include_router(tokenize_router(host))
     app.include_router(count_tokens_router(host))
-    _add_generating_routes(app)
+    responses = _response_store(settings.server)
+    app.include_router(stored_responses_router(responses))
+    _add_generating_routes(app, responses)
     describe(app)
     return app
 
 
-def _add_generating_routes(app: FastAPI) -> None:
+def _response_store(server: ServerSettings) -> ResponseStore:
+    return ResponseStore(
+        max_responses=server.max_stored_responses,
+        max_bytes=server.max_stored_response_bytes,
+        ttl_s=server.stored_response_ttl_s,
+        clock=time.monotonic,
+    )
+
+
+def _add_generating_routes(app: FastAPI, responses: ResponseStore) -> None:
     teaching, openai = "teaching", "OpenAI"
     for protocol, body, tag, summary in (
         (basics.BasicGenerate(), basics.PromptBody, teaching, "One prompt, one answer"),
@@ -95,6 +111,7 @@ def _add_generating_routes(app: FastAPI) -> None:
         (basics.GenerateVLLM(), basics.PromptsBody, teaching, "The same on the vLLM backend"),
         (Completions(), CompletionBody, openai, "Continue a text"),
         (ChatCompletions(), ChatBody, openai, "Answer a conversation"),
+        (Responses(responses), ResponsesBody, openai, "Answer items of input, and remember the answer"),
         (Messages(), MessagesBody, "Anthropic", "Answer a conversation"),
     ):
         app.add_api_route(
@@ -143,7 +160,7 @@ def _middleware(settings: Settings) -> list[Middleware]:
             CORSMiddleware,
             allow_origins=server.cors_origins,
             allow_origin_regex=_LOCAL_ORIGIN,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=_EXPOSED_HEADERS,
         ),

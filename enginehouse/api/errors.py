@@ -6,6 +6,7 @@ below `/v1/messages`.
 | any `EnginehouseError` | its class's `status` and `code`, `Retry-After` when it knows one |
 | `RouteNotFoundError`, `MethodNotAllowedError` | 404, 405 |
 | `UnauthorizedError` | 401 |
+| `ResponseNotFoundError` | 404 |
 | `PayloadTooLargeError`, `UnsupportedMediaTypeError` | 413, 415 |
 | anything else | 500 without a word about the inside; the log has the traceback and the request id |
 """
@@ -71,6 +72,19 @@ class VLLMBackendMissingError(EnginehouseError):
     type = "service_unavailable_error"
     code = "no_capacity"
     retry = False
+
+
+class ResponseNotFoundError(InvalidRequestError):
+    """No such response is stored, or not any more."""
+
+    status = 404
+    code = "response_not_found"
+
+
+class PreviousResponseNotFoundError(InvalidRequestError):
+    """`previous_response_id` names no stored response."""
+
+    code = "previous_response_not_found"
 
 
 class ClientGoneError(Exception):

@@ -17,6 +17,7 @@ class PlainTokenizer:
 
     special_token_ids: frozenset[int] = frozenset()
     strip_leading_space = False
+    chat_template: str | None = None
 
     def token_bytes(self, token_id: int) -> bytes:
         return chr(token_id).encode()

@@ -13,6 +13,7 @@ from enginehouse.api.app import create_app
 from enginehouse.api.basics import PromptBody, PromptsBody
 from enginehouse.api.openai.chat import ChatBody
 from enginehouse.api.openai.completions import CompletionBody
+from enginehouse.api.responses.request import ResponsesBody
 from enginehouse.api.tokenize import ApplyTemplateBody, DetokenizeBody, TokenizeBody
 from enginehouse.settings import Settings
 
@@ -34,6 +35,7 @@ def test_routes() -> None:
         PromptBody,
         PromptsBody,
         MessagesBody,
+        ResponsesBody,
         TokenizeBody,
         DetokenizeBody,
         ApplyTemplateBody,
