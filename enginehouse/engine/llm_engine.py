@@ -37,6 +37,7 @@ from enginehouse.engine.request_stream import RequestStream
 from enginehouse.engine.sampling_params import SamplingParams
 from enginehouse.engine.sequence import sibling_params
 from enginehouse.engine.stop_strings import StopStringChecker
+from enginehouse.engine.structured_output_check import GrammarChecker
 from enginehouse.engine.supervisor import Supervisor
 from enginehouse.errors import (
     EnginehouseError,
@@ -76,6 +77,7 @@ class LLMEngine:
         self.max_context = model.max_context
         """Tokens of prompt and output that fit."""
         self._encoder = PromptEncoder(model.tokenizer, model.max_context)
+        self._grammars = GrammarChecker()
         self._admission = Admission(config.batching.build().max_sequences, config.max_waiting, time.monotonic)
         self._stats = EngineStats()
         self._requests: dict[SequenceId, tuple[ActiveRequest, Choice]] = {}
@@ -186,6 +188,8 @@ class LLMEngine:
         self._check_open()
         self._admission.reserve(n)
         try:
+            if params.grammar is not None:
+                await self._grammars.check(params.grammar)
             tokens = await self._encoder.encode(prompt)
             params = self._complete(params, num_prompt_tokens=len(tokens))
             self._check_open()

@@ -2,10 +2,10 @@
 
 The order of operations on a row: repetition penalty (Keskar et al. 2019: positive logits divided, negative ones
 multiplied, for every token of prompt and output), frequency and presence penalty (OpenAI: subtracted per
-occurrence, and once, for tokens of the output), `logit_bias`, end tokens banned before `min_tokens`,
-temperature, top_k, top_p (Holtzman et al. 2019: the smallest set of best tokens that holds at least that
-probability), min_p (at least that share of the best token's probability), and a draw by inversion of the
-cumulative distribution. Log-probabilities are those of the model's own logits, before any of it.
+occurrence, and once, for tokens of the output), `logit_bias`, tokens that the grammar bans, or without one end
+tokens before `min_tokens`, temperature, top_k, top_p (Holtzman et al. 2019: the smallest set of best tokens that
+holds at least that probability), min_p (at least that share of the best token's probability), and a draw by
+inversion of the cumulative distribution. Log-probabilities are those of the model's own logits, before any of it.
 
 Everything is computed in one row's scratch buffer, so a row's result cannot depend on the others, and a random
 number is a function of (seed, position) only.
@@ -47,6 +47,8 @@ class SamplingRow(NamedTuple):
     prompt_tokens: list[int]
     output_tokens: list[int]
     """Its length is the position of the random number."""
+    banned: npt.NDArray[np.bool_] | None = None
+    """True for the tokens that the row's grammar does not allow now [vocab]; None without a grammar."""
 
 
 class Sampler:
@@ -115,8 +117,10 @@ class Sampler:
             scores[seen] -= (params.frequency_penalty * counts + params.presence_penalty).astype(np.float32)
         for token, bias in params.logit_bias.items():
             scores[token] += bias
-        if len(row.output_tokens) < params.min_tokens:
-            scores[list(_end_tokens(params))] = -np.inf
+        if row.banned is not None:
+            np.copyto(scores, -np.inf, where=row.banned)
+        elif len(row.output_tokens) < params.min_tokens:
+            scores[list(params.end_token_ids)] = -np.inf
         return scores
 
     # Drawing --------------------------------------------------------------------------------------------------
@@ -174,17 +178,14 @@ def _is_greedy(params: SamplingParams) -> bool:
     return params.temperature < GREEDY_BELOW_TEMPERATURE
 
 
-def _end_tokens(params: SamplingParams) -> tuple[int, ...]:
-    return params.stop_token_ids if params.ignore_eos else params.stop_token_ids + params.eos_token_ids
-
-
 def _changes_logits(row: SamplingRow) -> bool:
     params = row.params
     return bool(
-        params.repetition_penalty != 1.0
+        row.banned is not None
+        or params.repetition_penalty != 1.0
         or ((params.presence_penalty or params.frequency_penalty) and row.output_tokens)
         or params.logit_bias
-        or (len(row.output_tokens) < params.min_tokens and _end_tokens(params))
+        or (len(row.output_tokens) < params.min_tokens and params.end_token_ids)
     )
 
 

@@ -45,6 +45,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Whether the best token is taken without drawing."""
         return self.temperature == 0.0
 
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end the output once it has `min_tokens`."""
+        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids + self.eos_token_ids
+
     def check(self, vocab_size: int) -> None:
         """Raise `InvalidRequestError` naming the first field that is out of range."""
         _check_range("max_tokens", self.max_tokens, 0, None)

@@ -33,6 +33,8 @@ class SampledToken(NamedTuple):
     token: int
     logprob: float = math.nan
     top: list[tuple[int, float]] = []  # noqa: RUF012  (a NamedTuple default is never written to)
+    ends: bool = False
+    """Whether it completes the sequence's grammar, so that nothing may follow."""
 
 
 class SampleError(NamedTuple):

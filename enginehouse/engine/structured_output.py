@@ -25,6 +25,8 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     text: str = ""
     """The JSON schema, the regular expression, a JSON list of strings, or the Lark grammar; empty for
     `json_object`."""
+    special_tokens: tuple[int, ...] = ()
+    """Special tokens that a Lark grammar of ours may name, as `<[id]>`. All others are never part of an answer."""
     param: str = "response_format"
     """The request's field it came from, which errors name."""
 

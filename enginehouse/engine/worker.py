@@ -31,14 +31,17 @@ from enginehouse.engine.messages import (
     Loading,
     Preempt,
     Ready,
+    SequenceFailed,
+    SequenceId,
     Shutdown,
     StepReport,
     TokenLogprob,
 )
 from enginehouse.engine.model_runner import Batch, Chunk, ModelRunner, build_batch
-from enginehouse.engine.sampler import Sampler, SamplingRow
+from enginehouse.engine.sampler import Logits, Sampler, SamplingRow
 from enginehouse.engine.sequence import SampledToken, SampleError
-from enginehouse.engine.step import ScheduledStep
+from enginehouse.engine.step import Outcome, SampleRow, ScheduledStep
+from enginehouse.engine.structured_output_matchers import GrammarMatchers
 from enginehouse.engine.worker_channel import HEARTBEAT_INTERVAL_S, WorkerChannel
 from enginehouse.engine.workload_manager import WorkloadConfig, WorkloadManager
 from enginehouse.errors import EnginehouseError
@@ -75,6 +78,7 @@ class ModelWorker:
         )
         self._vocab_size = packed.config.vocab_size
         self._sampler = Sampler(self._vocab_size)
+        self._grammars = GrammarMatchers(config.model_path, self._vocab_size, channel.wake)
         self._workload = WorkloadManager(
             WorkloadConfig(
                 max_context=config.max_context,
@@ -107,6 +111,7 @@ class ModelWorker:
                 if isinstance(command, Shutdown):
                     return
                 self._apply(command)
+            self._add_prepared()
             if not workload.has_work:
                 self._rest(was_busy)
                 was_busy = False
@@ -116,16 +121,33 @@ class ModelWorker:
             step = workload.schedule()
             samples, prompt_logprobs = self._compute(step)
             outcome = workload.complete(step, samples, prompt_logprobs)
+            self._grammars.forget(_ended(outcome))
             stats = workload.stats(time.monotonic() - step_since_s)
             channel.emit(StepReport(outputs=outcome.outputs, failed=outcome.failed, stats=stats))
 
     def _apply(self, command: Command) -> None:
         if isinstance(command, AddSequence):
-            self._workload.add(command)
+            if command.params.grammar is None:
+                self._workload.add(command)
+            else:
+                self._grammars.prepare(command)
         elif isinstance(command, AbortSequences):
             self._workload.abort(command.sequence_ids)
+            self._grammars.forget(command.sequence_ids)
         elif isinstance(command, Preempt):
             self._workload.preempt_all()
+
+    def _add_prepared(self) -> None:
+        """Queue the sequences whose grammar has been compiled; a grammar never makes others wait."""
+        for message, error, aborted in self._grammars.take_ready():
+            ids = [message.sequence_id, *message.sibling_ids]
+            if error is None:
+                self._workload.add(message)
+                self._workload.abort(aborted)
+                self._grammars.forget(aborted)
+            else:
+                failed = [SequenceFailed(id_, "sequence_failed", error) for id_ in ids]
+                self._channel.emit(StepReport(failed=failed, stats=self._workload.stats()))
 
     def _rest(self, was_busy: bool) -> None:
         """Nothing to do: say so, and use the moment to check the books."""
@@ -140,17 +162,12 @@ class ModelWorker:
         self._runner.copy_blocks(step.copies)
         if not step.items:
             return [], []
-        logits = self._runner.run(_batch(step))
         rows = step.sample_rows
+        self._grammars.start(rows)
+        logits = self._runner.run(_batch(step))
         indices = [row.logit for row in rows]
         sampled_logits = logits if indices == list(range(len(logits))) else logits[indices]
-        samples = self._sampler.sample(
-            sampled_logits,
-            [
-                SamplingRow(r.sequence.params, r.sequence.prompt_tokens, r.sequence.output_tokens)
-                for r in rows
-            ],
-        )
+        samples = self._sample(sampled_logits, rows)
         prompt_logprobs = [
             self._sampler.logprob(
                 logits[row.logit],
@@ -160,6 +177,25 @@ class ModelWorker:
             for row in step.prompt_rows
         ]
         return samples, prompt_logprobs
+
+    def _sample(self, logits: Logits, rows: list[SampleRow]) -> list[SampledToken | SampleError]:
+        """One result per row of `logits` [num_rows, vocab], within the rows' grammars."""
+        masks = self._grammars.masks()
+        sampling_rows = [
+            SamplingRow(r.sequence.params, r.sequence.prompt_tokens, r.sequence.output_tokens) for r in rows
+        ]
+        if masks is None:
+            return self._sampler.sample(logits, sampling_rows)
+        masked = [
+            row if mask is None or isinstance(mask, SampleError) else row._replace(banned=mask)
+            for row, mask in zip(sampling_rows, masks, strict=True)
+        ]
+        samples = self._sampler.sample(logits, masked)
+        checked = [
+            mask if isinstance(mask, SampleError) else sample
+            for sample, mask in zip(samples, masks, strict=True)
+        ]
+        return self._grammars.advance(rows, checked)
 
 
 def _note_each_layer(operations: ops.Ops, channel: WorkerChannel) -> None:
@@ -172,6 +208,11 @@ def _note_each_layer(operations: ops.Ops, channel: WorkerChannel) -> None:
         attention(*arguments)
 
     operations.attention = noted_attention  # type: ignore[method-assign, assignment]
+
+
+def _ended(outcome: Outcome) -> list[SequenceId]:
+    ended = [output.sequence_id for output in outcome.outputs if output.finish_reason is not None]
+    return ended + [failure.sequence_id for failure in outcome.failed]
 
 
 def _batch(step: ScheduledStep) -> Batch:

@@ -42,6 +42,7 @@ class WorkerChannel:
         self._commands: deque[Command] = deque()
         self._garbled: Exception | None = None
         self._arrived = threading.Condition()
+        self._woken = False
         self._unsent: deque[bytes] = deque()
         self._num_unsent_bytes = 0
         self._unsent_changed = threading.Condition()
@@ -52,13 +53,14 @@ class WorkerChannel:
             threading.Thread(target=target, name=f"channel-{name}", daemon=True).start()
 
     def take(self, timeout_s: float) -> list[Command]:
-        """All commands that have arrived; waits up to `timeout_s` for the first one.
+        """All commands that have arrived; waits up to `timeout_s` for the first one, or for `wake`.
 
         Raises `ValueError` when something has arrived that is no command.
         """
         with self._arrived:
-            if not self._commands and timeout_s > 0 and self._garbled is None:
+            if not self._commands and timeout_s > 0 and self._garbled is None and not self._woken:
                 self._arrived.wait(timeout_s)
+            self._woken = False
             if self._garbled is not None:
                 raise ValueError(
                     f"the API process sent what is no command: {self._garbled}"
@@ -66,6 +68,12 @@ class WorkerChannel:
             commands = list(self._commands)
             self._commands.clear()
         return commands
+
+    def wake(self) -> None:
+        """Let `take` return at once, now or the next time. For any thread."""
+        with self._arrived:
+            self._woken = True
+            self._arrived.notify()
 
     def emit(self, report: Report) -> None:
         """Hand over a report to be sent."""

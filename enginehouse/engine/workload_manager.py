@@ -346,6 +346,9 @@ class WorkloadManager:
             return
         sequence.append(sample.token)
         finish = check_finish(sequence, self.max_known)
+        if sample.ends:
+            is_eos = sample.token in sequence.params.eos_token_ids
+            finish = Finish("stop", sample.token if is_eos else None)
         self._emit(sequence, sample, finish)
         if finish is not None:
             self._end(sequence)

@@ -147,6 +147,15 @@ async def test_special_tokens_are_never_part_of_it(start_engine: StartEngine) ->
     assert min(answer.token_ids) >= len(SPECIAL_TOKENS)
 
 
+async def test_a_special_token_that_a_grammar_of_ours_names(start_engine: StartEngine) -> None:
+    engine = await start_engine()
+    rule = Grammar(kind="lark", text='start: <[3]> "ab" | "x"', special_tokens=(3,))
+    answer = await ask_one(engine, PROMPT, sampled(rule, logit_bias={3: 100.0, 1: 100.0}))
+    assert answer.token_ids[0] == 3
+    assert answer.text == "ab"
+    assert answer.reason == "stop"
+
+
 async def test_cut_by_max_tokens_and_by_a_stop_string(start_engine: StartEngine) -> None:
     engine = await start_engine()
     params = sampled(grammar("json_schema", PERSON), max_tokens=5)
