@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from enginehouse.errors import CorruptModelError
+from enginehouse.runtime.tokenizer_backend import build_backend
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -71,10 +72,8 @@ class Tokenizer:
     """
 
     def __init__(self, tokenizer_json: bytes, meta: TokenizerMeta) -> None:
-        from tokenizers import Tokenizer as Backend
-
         self.meta = meta
-        self._backend = Backend.from_buffer(tokenizer_json)
+        self._backend = build_backend(tokenizer_json)
         self._added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in self._added.items() if token.special)
         """Ids that carry no text: control tokens such as bos, eos and turn markers."""
@@ -95,8 +94,7 @@ class Tokenizer:
             meta = msgspec.json.decode((root / META_FILE).read_bytes(), type=TokenizerMeta)
             tokenizer_json = (root / TOKENIZER_FILE).read_bytes()
             return cls(tokenizer_json, meta)
-        # The tokenizers library reports a damaged document as ValueError.
-        except (OSError, msgspec.DecodeError, ValueError) as error:
+        except (OSError, msgspec.DecodeError, CorruptModelError) as error:
             raise CorruptModelError(f"{root}: the stored tokenizer cannot be read: {error}") from error
 
     # --- facts -----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 
 from enginehouse.errors import CorruptModelError, SourceError, UnsupportedModelError
 from enginehouse.runtime.tokenizer import TokenizerKind
+from enginehouse.runtime.tokenizer_backend import build_backend
 from enginehouse.runtime.tokenizer_bytelevel import byte_level_document
 from enginehouse.runtime.tokenizer_sentencepiece import (
     read_sentencepiece_model,
@@ -251,13 +252,8 @@ def _add_ends(imported: ImportedTokenizer, files: _Files) -> None:
 
 def _post_processor_ends(document: Json) -> tuple[list[int], list[int]]:
     """Run the post-processor on a probe and see what it puts before and after."""
-    from tokenizers import Tokenizer as Backend
-
     probe = dict(document, truncation=None, padding=None)
-    try:
-        backend = Backend.from_buffer(json.dumps(probe).encode())
-    except ValueError as error:
-        raise CorruptModelError(f"tokenizer.json is damaged: {error}") from error
+    backend = build_backend(json.dumps(probe).encode())
     encoding = backend.encode("a", add_special_tokens=True)
     mask: list[int] = encoding.special_tokens_mask
     ids: list[int] = encoding.ids

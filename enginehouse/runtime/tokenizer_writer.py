@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from enginehouse.errors import CorruptModelError
 from enginehouse.runtime.tokenizer import (
     META_FILE,
     TOKENIZER_FILE,
@@ -18,6 +17,7 @@ from enginehouse.runtime.tokenizer import (
     TokenizerMeta,
     byte_level_bytes,
 )
+from enginehouse.runtime.tokenizer_backend import build_backend
 
 Json = dict[str, Any]
 
@@ -41,13 +41,8 @@ class ImportedTokenizer:
 
     def save(self, out_dir: Path) -> None:
         """Write both files. Raises `CorruptModelError` when the `tokenizers` library refuses the result."""
-        from tokenizers import Tokenizer as Backend
-
         document = json.dumps(self.tokenizer_json, ensure_ascii=False).encode()
-        try:
-            Backend.from_buffer(document)
-        except ValueError as error:
-            raise CorruptModelError(f"the model's tokenizer is damaged: {error}") from error
+        build_backend(document)
         out_dir.mkdir(parents=True, exist_ok=True)
         (out_dir / TOKENIZER_FILE).write_bytes(document)
         (out_dir / META_FILE).write_bytes(msgspec.json.encode(self._meta()))

@@ -84,13 +84,25 @@ class Server:
         return self.log_path.read_text()
 
     def log_lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.log().splitlines() if line.startswith("{")]
+        """Complete lines; the server may be writing the next one."""
+        return [json.loads(line) for line in self.log().split("\n")[:-1] if line.startswith("{")]
 
     def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
         return httpx2.post(self.url + path, json=body, timeout=60, **options)
 
     def get(self, path: str, **options: Any) -> httpx2.Response:
         return httpx2.get(self.url + path, timeout=60, **options)
+
+    def wait_log_line(self, timeout_s: float = 10.0, **fields: Any) -> dict[str, Any]:
+        """The one line with these values; it may follow the answer it is about."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            found = [line for line in self.log_lines() if fields.items() <= line.items()]
+            if found:
+                (line,) = found
+                return line
+            time.sleep(0.02)
+        raise AssertionError(f"no line with {fields} in the log:\n{self.log()}")
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of all samples of this name that carry these labels."""

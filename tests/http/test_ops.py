@@ -86,11 +86,7 @@ def test_unknown_models_make_no_new_series(server: Server) -> None:
 def test_request_record(server: Server) -> None:
     body = {"prompt": "the secret prompt", "max_tokens": 5, "ignore_eos": True}
     text = server.post("/basic_generate", body, headers={"x-request-id": "record-1"}).json()["generated_text"]
-    (record,) = [
-        line
-        for line in server.log_lines()
-        if line.get("request_id") == "record-1" and line["event"] == "request"
-    ]
+    record = server.wait_log_line(request_id="record-1", event="request")
     assert (record["route"], record["model"], record["status"]) == ("/basic_generate", TINY, 200)
     assert (record["outcome"], record["finish_reasons"]) == ("finished", ["length"])
     assert record["input_tokens"] > 5
