@@ -47,6 +47,8 @@ def test_round_trip_of_any_text(stored: StoredTokenizers, name: str) -> None:
             import unicodedata
 
             clean = unicodedata.normalize("NFC", clean)
+        if name == "sentencepiece":  # it writes spaces with this character, so it cannot tell the two apart
+            clean = clean.replace("▁", " ")
         assert tokenizer.decode(ids) == clean
         assert tokenizer.special_token_ids.isdisjoint(ids)
         assert len(ids) >= tokenizer.min_num_tokens(text)
