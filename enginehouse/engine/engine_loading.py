@@ -8,7 +8,7 @@ from pathlib import Path
 
 from enginehouse.engine.engine_config import BLOCK_SIZE, EngineConfig, WorkerConfig
 from enginehouse.engine.machine_limits import available_cpus, available_memory_bytes
-from enginehouse.errors import InvalidRequestError, ModelError
+from enginehouse.errors import InvalidRequestError, ModelError, UnsupportedModelError
 from enginehouse.runtime.config import ModelConfig
 from enginehouse.runtime.sources import Progress, ignore_progress
 from enginehouse.runtime.tokenizer import Tokenizer
@@ -34,6 +34,10 @@ def load_model(config: EngineConfig, on_progress: Progress | None) -> LoadedMode
     thread. Raises `ModelError`.
     """
     prepared = prepare_model(config.source, config.precision, on_progress or ignore_progress)
+    if prepared.config.encoder is not None:
+        raise UnsupportedModelError(
+            f"{config.source} is an encoder and generates no text; embedding.source or rerank.source is its place"
+        )
     tokenizer = Tokenizer.load(prepared.path)
     limit = prepared.config.max_context
     if config.max_context is not None and config.max_context > limit:

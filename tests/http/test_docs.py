@@ -13,6 +13,8 @@ from enginehouse.api.app import create_app
 from enginehouse.api.basics import PromptBody, PromptsBody
 from enginehouse.api.openai.chat import ChatBody
 from enginehouse.api.openai.completions import CompletionBody
+from enginehouse.api.openai.embeddings import EmbeddingBody
+from enginehouse.api.rerank import RerankBody
 from enginehouse.api.responses.request import ResponsesBody
 from enginehouse.api.tokenize import ApplyTemplateBody, DetokenizeBody, TokenizeBody
 from enginehouse.settings import Settings
@@ -44,6 +46,13 @@ def test_routes() -> None:
 def test_fields(body: type[msgspec.Struct]) -> None:
     for field in msgspec.structs.fields(body):
         assert f"`{field.name}`" in PAGE or f'"{field.name}"' in PAGE, field.name
+
+
+@pytest.mark.parametrize("body", [EmbeddingBody, RerankBody])
+def test_fields_of_encoders(body: type[msgspec.Struct]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "embeddings.md").read_text()
+    for field in msgspec.structs.fields(body):
+        assert f"`{field.name}`" in page, field.name
 
 
 def test_error_codes() -> None:

@@ -44,7 +44,9 @@ def test_version(server: Server) -> None:
 def test_models(server: Server) -> None:
     listed = server.get("/v1/models").json()
     assert listed["object"] == "list"
-    (model,) = listed["data"]
+    model, encoder = listed["data"]
+    assert (encoder["task"], encoder["state"], encoder["object"]) == ("embed", "unloaded", "model")
+    assert server.get(f"/v1/models/{encoder['id']}").json() == encoder
     assert model["id"] == model["root"] == TINY
     assert (model["object"], model["owned_by"], model["parent"]) == ("model", "enginehouse", None)
     assert model["max_model_len"] == 512
