@@ -57,9 +57,9 @@ COMMON: list[tuple[str, Any]] = [
     ("priority", 2**40), ("timeout", 0), ("timeout", -1), ("timeout", "1"),
     ("ignore_eos", 1), ("stream", "yes"), ("stream", 1), ("user", 5), ("metadata", "x"),
     ("stream_options", {"include_usage": True}), ("model", 5),
-    ("response_format", {"type": "json_object"}), ("response_format", {"type": "json_schema", "json_schema": {}}),
-    ("structured_outputs", {"regex": "a"}), ("guided_json", {}), ("guided_choice", ["a"]), ("guided_regex", "a"),
-    ("guided_grammar", "a"), ("use_beam_search", True), ("length_penalty", 0.5), ("skip_special_tokens", False),
+    ("response_format", "text"), ("structured_outputs", {}), ("guided_json", 5), ("guided_json", "{"),
+    ("guided_choice", []), ("guided_choice", ["a", ""]), ("guided_choice", [1]), ("guided_regex", "[a"),
+    ("guided_regex", ""), ("guided_grammar", "a"), ("use_beam_search", True), ("length_penalty", 0.5), ("skip_special_tokens", False),
     ("include_stop_str_in_output", True), ("prompt_logprobs", 1), ("truncate_prompt_tokens", 5),
 ]  # fmt: skip
 
@@ -105,7 +105,7 @@ def test_completion_combination(server: Server, fields: dict[str, Any], param: s
 
 
 CHAT_FIELDS: list[tuple[str, Any]] = [
-    ("tools", [{"type": "function", "function": {"name": "f"}}]), ("tool_choice", "required"),
+    ("tools", {"name": "f"}), ("tool_choice", "required"),
     ("tool_choice", {"type": "function", "function": {"name": "f"}}), ("functions", [{"name": "f"}]),
     ("function_call", {"name": "f"}), ("parallel_tool_calls", True), ("modalities", ["text", "audio"]),
     ("audio", {"voice": "x"}), ("prediction", {"type": "content"}), ("web_search_options", {}), ("store", True),
@@ -135,9 +135,9 @@ def test_top_logprobs_beyond_twenty(server: Server) -> None:
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[1].content[0].type"),
         ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text"}]}, "messages[1].content[1].text"),
         ({"role": "user", "content": [{"text": "a"}]}, "messages[1].content[0]"),
-        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[1].role"),
+        ({"role": "tool", "content": "x"}, "messages[1].tool_call_id"),
         ({"role": "function", "name": "f", "content": "x"}, "messages[1].role"),
-        ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, "messages[1].tool_calls"),
+        ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, "messages[1].tool_calls[0]"),
         ({"role": "assistant", "content": "", "function_call": {"name": "f"}}, "messages[1].function_call"),
         ("hi", "messages[1]"),
     ],

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from enginehouse.api.generation import GenerationCall
+from enginehouse.api.openai.response_format import grammar_from
 from enginehouse.engine.events import Prompt
 from enginehouse.engine.sampling_params import SEED_MAX, SEED_MIN, SamplingParams
 from enginehouse.errors import InvalidRequestError
@@ -64,13 +65,15 @@ class OpenAIFields(SamplingFields, kw_only=True):
     user: str | None = None
     metadata: dict[str, Any] | None = None
 
+    # At most one of these decides about the form of the answer.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
     # Known to the protocol or to other servers, and not supported: refused by `refuse_unsupported`.
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
     skip_special_tokens: Any = None
@@ -81,7 +84,6 @@ class OpenAIFields(SamplingFields, kw_only=True):
 
 
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "skip_special_tokens": (True,),
@@ -99,12 +101,6 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
 """Values of unsupported fields that ask for nothing."""
 
 _COMMON_REFUSED = (
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
     "use_beam_search",
     "length_penalty",
     "skip_special_tokens",
@@ -204,7 +200,13 @@ def openai_call(
     n: int,
     wants_tokens: bool,
 ) -> GenerationCall:
-    """The call that both OpenAI routes make."""
+    """The call that both OpenAI routes make, with the grammar that the request asks for.
+
+    Raises `InvalidRequestError`.
+    """
+    grammar = grammar_from(fields)
+    if grammar is not None:
+        params = msgspec.structs.replace(params, grammar=grammar)
     return GenerationCall(
         prompts=prompts,
         params=params,
