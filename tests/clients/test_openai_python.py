@@ -120,11 +120,9 @@ def test_errors(client: openai.OpenAI) -> None:
             messages=[{"role": "user", "content": "x" * 5000}], model=TINY, stream=True
         )
     assert too_long.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError) as tools:
-        client.chat.completions.create(
-            messages=MESSAGES, model=TINY, tools=[{"type": "function", "function": {"name": "f"}}]
-        )
-    assert tools.value.param == "tools"
+    with pytest.raises(openai.BadRequestError) as functions:
+        client.chat.completions.create(messages=MESSAGES, model=TINY, functions=[{"name": "f"}])
+    assert functions.value.param == "functions"
 
 
 async def test_async(async_client: openai.AsyncOpenAI) -> None:

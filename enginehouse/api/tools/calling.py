@@ -77,7 +77,12 @@ class ToolCalling:
         if not self.is_forced:
             return call
         text = forcing_grammar(fmt, tools.callable_functions, parallel=tools.parallel, marker_token=marker)
-        grammar = Grammar(kind="lark", text=text, param=tools.where)
+        grammar = Grammar(
+            kind="lark",
+            text=text,
+            param=tools.grammar_param,
+            special_tokens=() if marker is None else (marker,),
+        )
         params = msgspec.structs.replace(call.params, grammar=grammar)
         return dataclasses.replace(call, params=params, stop=())
 

@@ -77,12 +77,21 @@ class ToolRequest:
     parallel: bool = True
     """Whether there may be more than one call."""
     where: str = "tools"
-    """The request's field, for refusals."""
+    path: str = "tools[{index}].function"
+    """The request's field, and function `index` in it, for refusals."""
 
     @property
     def is_offered(self) -> bool:
         """Whether the model is told about the tools at all."""
         return self.mode != "none"
+
+    @property
+    def grammar_param(self) -> str:
+        """The field to name when no grammar can be made of what may be called."""
+        if len(self.callable_names) > 1:
+            return self.where
+        index = next(i for i, f in enumerate(self.functions) if f.name in self.callable_names)
+        return f"{self.path.format(index=index)}.parameters"
 
     @property
     def callable_functions(self) -> list[Function]:
@@ -126,6 +135,7 @@ def tool_request(
         callable_names=names if only is None else tuple(name for name in names if name in only),
         parallel=parallel is not False,
         where=where,
+        path=path,
     )
 
 
