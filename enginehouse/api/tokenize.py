@@ -17,14 +17,20 @@ from msgspec import Meta, Struct
 from starlette.responses import Response
 
 from enginehouse.api.engine_host import EngineHost
+from enginehouse.api.generation import GenerationCall
 from enginehouse.api.json_body import decode, read_body
 from enginehouse.api.openai.chat import Message, template_message
 from enginehouse.api.openai.parameters import TokenId, encode_json
 from enginehouse.api.openapi import request_body
+from enginehouse.api.tools.calling import ToolCalling
+from enginehouse.api.tools.definitions import Tool, ToolRequest, chat_tool_request
 from enginehouse.engine.events import ChatPrompt
+from enginehouse.engine.sampling_params import SamplingParams
 from enginehouse.errors import InvalidRequestError
+from enginehouse.settings import ModelSettings
 
 if TYPE_CHECKING:
+    from enginehouse.engine.llm_engine import LLMEngine
     from enginehouse.runtime.chat_template import ChatTemplate
     from enginehouse.runtime.tokenizer import Tokenizer
 
@@ -40,7 +46,8 @@ class TemplateFields(Struct, kw_only=True):
 
     model: str | None = None
     add_generation_prompt: bool | None = None
-    tools: Any = None
+    tools: list[Tool] | None = None
+    """Functions that the prompt tells the model about."""
     chat_template: Any = None
     chat_template_kwargs: Any = None
     continue_final_message: Any = None
@@ -89,7 +96,7 @@ def tokenize_router(host: EngineHost) -> APIRouter:
         """`{prompt | messages}` → `{count, max_model_len, tokens, token_strs}`"""
         fields = decode(await read_body(request), _tokenize_decoder)
         engine = host.engine_for(fields.model)
-        tokenizer, work = engine.tokenizer, tokenize_work(engine.tokenizer, fields)
+        tokenizer, work = engine.tokenizer, tokenize_work(engine, host.model_settings, fields)
         max_context, wants_strs = engine.max_context, bool(fields.return_token_strs)
 
         def answer() -> bytes:
@@ -123,17 +130,21 @@ def tokenize_router(host: EngineHost) -> APIRouter:
     async def apply_template(request: Request) -> Response:
         """`{messages}` → `{prompt}`, for people to read: the server never tokenises this text again."""
         fields = decode(await read_body(request), _template_decoder)
-        tokenizer, prompt = host.engine_for(fields.model).tokenizer, _chat_prompt(fields, fields.messages)
+        engine = host.engine_for(fields.model)
+        prompt = _prompt_of(fields, fields.messages, engine, host.model_settings)
         return Response(
-            await in_thread(lambda: encode_json({"prompt": rendered(tokenizer, prompt)})),
+            await in_thread(lambda: encode_json({"prompt": rendered(engine.tokenizer, prompt)})),
             media_type="application/json",
         )
 
     return router
 
 
-def tokenize_work(tokenizer: Tokenizer, fields: TokenizeBody) -> Callable[[], list[int]]:
+def tokenize_work(
+    engine: LLMEngine, settings: ModelSettings, fields: TokenizeBody
+) -> Callable[[], list[int]]:
     """Check the fields and return what is left to do, which may take long. Raises `InvalidRequestError`."""
+    tokenizer = engine.tokenizer
     if fields.messages is not None:
         if fields.prompt is not None:
             raise InvalidRequestError("Send prompt or messages, not both.", param="prompt")
@@ -142,7 +153,7 @@ def tokenize_work(tokenizer: Tokenizer, fields: TokenizeBody) -> Callable[[], li
                 "add_special_tokens is not supported with messages: the chat template writes the special tokens.",
                 param="add_special_tokens",
             )
-        prompt = _chat_prompt(fields, fields.messages)
+        prompt = _prompt_of(fields, fields.messages, engine, settings)
         return lambda: chat_tokens(tokenizer, prompt)
     text = fields.prompt
     if text is None:
@@ -189,14 +200,28 @@ def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
     return tokenizer.decode(tokens, skip_special=False)
 
 
-def _chat_prompt(fields: TemplateFields, messages: list[Message]) -> ChatPrompt:
-    for name in ("tools", "chat_template", "chat_template_kwargs", "continue_final_message"):
+def _prompt_of(
+    fields: TemplateFields, messages: list[Message], engine: LLMEngine, settings: ModelSettings
+) -> ChatPrompt:
+    for name in ("chat_template", "chat_template_kwargs", "continue_final_message"):
         if getattr(fields, name):
             raise InvalidRequestError(f"{name} is not supported by this server.", param=name)
-    return ChatPrompt(
-        messages=[template_message(message, index) for index, message in enumerate(messages)],
-        add_generation_prompt=fields.add_generation_prompt is not False,
-    )
+    shown = [template_message(message, index) for index, message in enumerate(messages)]
+    prompt = chat_prompt(shown, chat_tool_request(fields.tools, None, None), engine, settings)
+    return msgspec.structs.replace(prompt, add_generation_prompt=fields.add_generation_prompt is not False)
+
+
+def chat_prompt(
+    messages: list[dict[str, Any]], tools: ToolRequest | None, engine: LLMEngine, settings: ModelSettings
+) -> ChatPrompt:
+    """What a generating route would give the engine for these messages and tools."""
+    prompt = ChatPrompt(messages=messages)
+    call = ToolCalling(messages, tools).attach(GenerationCall(prompts=[prompt], params=SamplingParams()))
+    if call.bind is not None:
+        (bound,) = call.bind(call, engine, settings).prompts
+        assert isinstance(bound, ChatPrompt)
+        return bound
+    return prompt
 
 
 def _template_of(tokenizer: Tokenizer) -> ChatTemplate:

@@ -80,9 +80,16 @@ def rebuilt(stream: list[tuple[str, Any]]) -> dict[str, Any]:
                 block["text"] = "".join(pieces)
             else:
                 assert block["input"] == {}
-                block["input"] = json.loads("".join(pieces) or "{}")
+                block["input"] = _parsed_or_empty("".join(pieces))
     ending = stream[-2][1]
     return {**shown, **ending["delta"], "usage": {**shown["usage"], **ending["usage"]}}
+
+
+def _parsed_or_empty(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {}
 
 
 def comparable(shown: dict[str, Any]) -> dict[str, Any]:

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta, Struct
 
+from enginehouse.api.anthropic.tools import AnthropicTool, AnthropicToolChoice
 from enginehouse.api.openai.parameters import SamplingFields
-from enginehouse.engine.events import ChatPrompt
 from enginehouse.errors import InvalidRequestError
 
+Message = dict[str, Any]
 
-class Block(Struct, kw_only=True):
-    """A part of a message's content. `cache_control` and `citations` are among the fields that are ignored: prompts
-    that begin alike share their computation anyway."""
+
+class ResultPart(Struct, kw_only=True):
+    """A part of a tool's result; only text is supported."""
 
     type: str
     text: str | None = None
+
+
+class Block(Struct, kw_only=True):
+    """A part of a message's content: `text`, in the assistant's messages `tool_use`, in the user's `tool_result`.
+    `cache_control` and `citations` are among the fields that are ignored: prompts that begin alike share their
+    computation anyway."""
+
+    type: str
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[ResultPart] | None = None
 
 
 class InputMessage(Struct):
@@ -31,11 +47,11 @@ class ConversationFields(SamplingFields, kw_only=True):
 
     messages: Annotated[list[InputMessage], Meta(min_length=1)]
     model: str | None = None
-    system: str | list[Block] | None = None
+    system: str | list[ResultPart] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
 
     # Known to the protocol and not supported.
-    tools: Any = None
-    tool_choice: Any = None
     thinking: Any = None
     container: Any = None
     context_management: Any = None
@@ -45,60 +61,90 @@ class ConversationFields(SamplingFields, kw_only=True):
 
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ({"type": "none"}, {"type": "auto"}),
     "thinking": ({"type": "disabled"},),
     "mcp_servers": ([],),
     "output_config": ({},),
 }
 """Values of unsupported fields that ask for nothing."""
-_REFUSED = (
-    "tools",
-    "tool_choice",
-    "thinking",
-    "container",
-    "context_management",
-    "mcp_servers",
-    "output_config",
-    "output_format",
-)
+_REFUSED = ("thinking", "container", "context_management", "mcp_servers", "output_config", "output_format")
 
 
-def chat_prompt(fields: ConversationFields) -> ChatPrompt:
-    """The conversation for the model's chat template. Raises `InvalidRequestError` naming what is not supported."""
+def conversation(fields: ConversationFields) -> list[Message]:
+    """The messages in the shape of chat completions. Raises `InvalidRequestError` naming what is not supported."""
     for name in _REFUSED:
         value = getattr(fields, name)
         if value is not None and value not in _HARMLESS.get(name, ()):
             raise InvalidRequestError(f"{name} is not supported by this server with this value.", param=name)
-    messages: list[dict[str, Any]] = []
-    system = "" if fields.system is None else joined_text(fields.system, "system")
+    messages: list[Message] = []
+    system = _joined_text(fields.system or "", "system")
     if system:
         messages.append({"role": "system", "content": system})
     for index, message in enumerate(fields.messages):
-        text = joined_text(message.content, f"messages[{index}].content")
-        messages.append({"role": message.role, "content": text})
+        messages += _messages_of(message, f"messages[{index}].content")
     if fields.messages[-1].role == "assistant":
         raise InvalidRequestError(
             "messages: the last message must be the user's; continuing an assistant message (prefill) is not supported.",
             param="messages",
         )
-    return ChatPrompt(messages=messages)
+    return messages
 
 
-def joined_text(content: str | list[Block], at: str) -> str:
-    """Content as one string; blocks are joined as they are. Raises `InvalidRequestError` for other than text."""
+def _messages_of(message: InputMessage, at: str) -> list[Message]:
+    """A turn in the shape of chat completions, where each result is a message of its own."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    if message.role == "assistant":
+        return [_assistant_message(message.content, at)]
+    messages: list[Message] = []
+    for number, block in enumerate(message.content):
+        where = f"{at}[{number}]"
+        if block.type == "tool_result":
+            call_id = _given(block.tool_use_id, f"{where}.tool_use_id")
+            text = _joined_text(block.content or "", f"{where}.content")
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        elif messages and messages[-1]["role"] == "user":
+            messages[-1]["content"] += _text_of(block, where)
+        else:
+            messages.append({"role": "user", "content": _text_of(block, where)})
+    return messages or [{"role": "user", "content": ""}]
+
+
+def _assistant_message(blocks: list[Block], at: str) -> Message:
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for number, block in enumerate(blocks):
+        where = f"{at}[{number}]"
+        if block.type != "tool_use":
+            texts.append(_text_of(block, where))
+            continue
+        arguments = msgspec.json.encode(_given(block.input, f"{where}.input")).decode()
+        function = {"name": _given(block.name, f"{where}.name"), "arguments": arguments}
+        calls.append({"id": _given(block.id, f"{where}.id"), "type": "function", "function": function})
+    message: Message = {"role": "assistant"}
+    if texts or not calls:
+        message["content"] = "".join(texts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _joined_text(content: str | list[ResultPart], at: str) -> str:
+    """Content as one string; parts are joined as they are. Raises `InvalidRequestError` for other than text."""
     if isinstance(content, str):
         return content
-    for number, block in enumerate(content):
-        check_text(block, f"{at}[{number}]")
-    return "".join(block.text or "" for block in content)
+    return "".join(_text_of(part, f"{at}[{number}]") for number, part in enumerate(content))
 
 
-def check_text(block: Block, at: str) -> None:
-    """Raise `InvalidRequestError` unless `block` is a text block."""
+def _text_of(block: Block | ResultPart, at: str) -> str:
     if block.type != "text":
         raise InvalidRequestError(
             f"{at}.type: '{block.type[:40]}' blocks are not supported here.", param=f"{at}.type"
         )
-    if block.text is None:
-        raise InvalidRequestError(f"{at}.text is missing.", param=f"{at}.text")
+    text: str = _given(block.text, f"{at}.text")
+    return text
+
+
+def _given(value: Any, at: str) -> Any:
+    if value is None:
+        raise InvalidRequestError(f"{at} is missing.", param=at)
+    return value

@@ -8,12 +8,13 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from enginehouse.api.anthropic.conversation import ConversationFields, chat_prompt
+from enginehouse.api.anthropic.conversation import ConversationFields, conversation
+from enginehouse.api.anthropic.tools import tools_of
 from enginehouse.api.engine_host import EngineHost
 from enginehouse.api.json_body import decode, read_body
 from enginehouse.api.openai.parameters import encode_json
 from enginehouse.api.openapi import request_body
-from enginehouse.api.tokenize import MAX_AT_ONCE, chat_tokens
+from enginehouse.api.tokenize import MAX_AT_ONCE, chat_prompt, chat_tokens
 
 
 class CountTokensBody(ConversationFields, kw_only=True):
@@ -36,9 +37,11 @@ def count_tokens_router(host: EngineHost) -> APIRouter:
     async def count_tokens(request: Request) -> Response:
         """`{input_tokens}`: what `/v1/messages` would count, also when it is more than the context holds."""
         fields = decode(await read_body(request), _decoder)
-        tokenizer, prompt = host.engine_for(fields.model).tokenizer, chat_prompt(fields)
+        engine = host.engine_for(fields.model)
+        tools = tools_of(fields.tools, fields.tool_choice)
+        prompt = chat_prompt(conversation(fields), tools, engine, host.model_settings)
         async with slots:
-            tokens = await asyncio.to_thread(chat_tokens, tokenizer, prompt)
+            tokens = await asyncio.to_thread(chat_tokens, engine.tokenizer, prompt)
         return Response(encode_json({"input_tokens": len(tokens)}), media_type="application/json")
 
     return router

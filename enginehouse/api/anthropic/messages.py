@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
 from enginehouse.api.answering import AnswerHead, WriterFactory
-from enginehouse.api.anthropic.conversation import ConversationFields, chat_prompt
+from enginehouse.api.anthropic.conversation import ConversationFields, conversation
+from enginehouse.api.anthropic.tools import tool_use_block, tools_of
 from enginehouse.api.errors import anthropic_error_object
 from enginehouse.api.generation import ChoiceAnswer, Delta, Generation, GenerationCall, Usage
 from enginehouse.api.json_body import decode
 from enginehouse.api.openai.parameters import PositiveInt, encode_json, sampling_params
 from enginehouse.api.sse import event_frame
+from enginehouse.api.tools.calling import ToolCalling
+from enginehouse.api.tools.parsing import CallStart, ContentPiece, OutputEvent, OutputParser
+from enginehouse.engine.events import ChatPrompt
 from enginehouse.engine.messages import FinishReason
 from enginehouse.errors import EnginehouseError, InvalidRequestError
 from enginehouse.settings import ServerSettings
@@ -58,8 +63,10 @@ class Messages:
         fields = decode(body, _decoder)
         if fields.stop is not None:
             raise InvalidRequestError("stop is called stop_sequences in this protocol.", param="stop")
+        messages = conversation(fields)
+        calling = ToolCalling(messages, tools_of(fields.tools, fields.tool_choice))
         call = GenerationCall(
-            prompts=[chat_prompt(fields)],
+            prompts=[ChatPrompt(messages=messages)],
             params=sampling_params(fields, max_tokens=fields.max_tokens),
             stop=_stop_sequences(fields.stop_sequences),
             model=fields.model,
@@ -67,7 +74,7 @@ class Messages:
             priority=fields.priority or 0,
             timeout_s=fields.timeout,
         )
-        return call, _make_writer
+        return calling.attach(call), partial(_make_writer, calling=calling)
 
 
 def _stop_sequences(stops: list[str] | None) -> tuple[str, ...]:
@@ -84,22 +91,26 @@ def _stop_sequences(stops: list[str] | None) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _make_writer(head: AnswerHead, generation: Generation, _engine: LLMEngine) -> MessageWriter:
-    return MessageWriter(head, generation.usage)
+def _make_writer(
+    head: AnswerHead, generation: Generation, _engine: LLMEngine, *, calling: ToolCalling
+) -> MessageWriter:
+    return MessageWriter(head, generation.usage, calling.new_parser())
 
 
 class MessageWriter:
     """Writes an answer as one message, or as the events that build the same message.
 
-    A content block begins with its first text, so an empty answer has no blocks. `usage` is the request's running
-    totals.
+    A content block begins with its first text, or with a call, so an empty answer has no blocks. `usage` is the
+    request's running totals; `parser` None means that the text is content as it is.
     """
 
-    def __init__(self, head: AnswerHead, usage: Usage) -> None:
+    def __init__(self, head: AnswerHead, usage: Usage, parser: OutputParser | None) -> None:
         self._head = head
         self._usage = usage
+        self._parser = parser
         self._num_blocks = 0
-        self._is_block_open = False
+        self._open_block_type = ""
+        """Empty while no block is open."""
         self._ending: dict[str, Any] = {}
 
     def frames(self, delta: Delta) -> Iterable[bytes]:
@@ -107,13 +118,21 @@ class MessageWriter:
         if delta.started:
             message = self._message([], {"stop_reason": None, "stop_sequence": None}, self._usage)
             yield _frame({"type": "message_start", "message": message})
-        if delta.text:
-            if not self._is_block_open:
-                yield from self._open_block({"type": "text", "text": ""})
-            yield self._block_delta({"type": "text_delta", "text": delta.text})
+        for event in self._parsed(delta.text, is_last=delta.finished is not None):
+            yield from self._event_frames(event)
         if delta.finished is not None:
             yield from self._close_block()
-            self._ending = _ending(delta.finished.reason, delta.finished.stop_reason)
+            self._ending = self._ending_of(delta.finished.reason, delta.finished.stop_reason)
+
+    def _event_frames(self, event: OutputEvent) -> Iterable[bytes]:
+        if isinstance(event, ContentPiece):
+            if self._open_block_type != "text":
+                yield from self._open_block({"type": "text", "text": ""})
+            yield self._block_delta({"type": "text_delta", "text": event.text})
+        elif isinstance(event, CallStart):
+            yield from self._open_block(tool_use_block(event))
+        else:
+            yield self._block_delta({"type": "input_json_delta", "partial_json": event.text})
 
     def last_frames(self, usage: Usage) -> Iterable[bytes]:
         """Why it ended and what it cost, and the end."""
@@ -127,8 +146,25 @@ class MessageWriter:
     def body(self, choices: list[ChoiceAnswer], usage: Usage) -> bytes:
         """A `message` object."""
         (choice,) = choices
-        content = [{"type": "text", "text": choice.text}] if choice.text else []
-        return encode_json(self._message(content, _ending(choice.finish_reason, choice.stop_reason), usage))
+        content = _blocks(self._parsed(choice.text, is_last=True))
+        return encode_json(
+            self._message(content, self._ending_of(choice.finish_reason, choice.stop_reason), usage)
+        )
+
+    def _parsed(self, text: str, *, is_last: bool) -> list[OutputEvent]:
+        if self._parser is None:
+            return [ContentPiece(text, 0)] if text else []
+        return [*self._parser.feed(text), *(self._parser.finish() if is_last else ())]
+
+    def _ending_of(self, reason: FinishReason, stop_reason: int | str | None) -> dict[str, Any]:
+        said, sequence = "end_turn", None
+        if reason == "length":
+            said = "max_tokens"
+        elif self._parser is not None and self._parser.num_calls:
+            said = "tool_use"
+        elif isinstance(stop_reason, str):
+            said, sequence = "stop_sequence", stop_reason
+        return {"stop_reason": said, "stop_sequence": sequence}
 
     def _message(self, content: list[dict[str, Any]], ending: dict[str, Any], usage: Usage) -> dict[str, Any]:
         return {
@@ -143,7 +179,7 @@ class MessageWriter:
 
     def _open_block(self, block: dict[str, Any]) -> Iterable[bytes]:
         yield from self._close_block()
-        self._is_block_open = True
+        self._open_block_type = block["type"]
         yield _frame({"type": "content_block_start", "index": self._num_blocks, "content_block": block})
         if self._num_blocks == 0:
             yield _frame({"type": "ping"})
@@ -152,10 +188,10 @@ class MessageWriter:
         return _frame({"type": "content_block_delta", "index": self._num_blocks, "delta": delta})
 
     def _close_block(self) -> Iterable[bytes]:
-        if self._is_block_open:
+        if self._open_block_type:
             yield _frame({"type": "content_block_stop", "index": self._num_blocks})
             self._num_blocks += 1
-            self._is_block_open = False
+            self._open_block_type = ""
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -168,12 +204,24 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _ending(reason: FinishReason, stop_reason: int | str | None) -> dict[str, Any]:
-    if reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if isinstance(stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
+def _blocks(events: Iterable[OutputEvent]) -> list[dict[str, Any]]:
+    """The content that the same events of a stream would build."""
+    blocks: list[dict[str, Any]] = []
+    call: CallStart | None = None
+    arguments = ""
+    for event in events:
+        if isinstance(event, CallStart):
+            call, arguments = event, ""
+            blocks.append(tool_use_block(call))
+        elif isinstance(event, ContentPiece):
+            if not blocks or blocks[-1]["type"] != "text":
+                blocks.append({"type": "text", "text": ""})
+            blocks[-1]["text"] += event.text
+        else:
+            assert call is not None
+            arguments += event.text
+            blocks[-1] = tool_use_block(call, arguments)
+    return blocks
 
 
 def _frame(event: dict[str, Any]) -> bytes:

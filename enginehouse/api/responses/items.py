@@ -63,18 +63,20 @@ def messages_of(items: Sequence[Item], at: str = "input") -> list[Message]:
 
 
 def _append_call(messages: list[Message], item: Item, where: str) -> None:
+    arguments = _given(item.arguments, f"{where}.arguments")
     call = {
         "id": _given(item.call_id, f"{where}.call_id"),
         "type": "function",
         "function": {
             "name": _given(item.name, f"{where}.name"),
-            "arguments": _given(item.arguments, f"{where}.arguments"),
+            # Some clients send back "" where there were no arguments; templates want an object.
+            "arguments": arguments if arguments.strip() else "{}",
         },
     }
     if messages and messages[-1]["role"] == "assistant":
         messages[-1].setdefault("tool_calls", []).append(call)
     else:
-        messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        messages.append({"role": "assistant", "tool_calls": [call]})
 
 
 def _text(content: str | list[Part] | None, at: str) -> str:

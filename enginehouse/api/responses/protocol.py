@@ -52,12 +52,6 @@ class Responses:
         refuse_unsupported(fields)
         check_metadata(fields.metadata or {})
         grammar, tools = format_grammar(fields), tools_of(fields)
-        if grammar is not None:
-            raise InvalidRequestError("text.format: only 'text' is supported.", param="text.format")
-        if tools is not None and tools.mode == "required":
-            raise InvalidRequestError(
-                "tool_choice: only 'auto' and 'none' are supported.", param="tool_choice"
-            )
         if grammar is not None and tools is not None and tools.is_offered:
             raise InvalidRequestError(
                 "text.format: an answer of a given form and tools cannot be asked for together.",
@@ -67,20 +61,20 @@ class Responses:
         system: list[Message] = []
         if fields.instructions:
             system.append({"role": "system", "content": fields.instructions})
-        calling = ToolCalling([*system, *conversation], tools)
+        messages = [*system, *conversation]
+        calling = ToolCalling(messages, tools)
         params = sampling_params(fields, max_tokens=fields.max_output_tokens or UNTIL_CONTEXT_END)
         call = GenerationCall(
-            prompts=[ChatPrompt(messages=[])],  # `bind` knows the model, and with it the prompt
+            prompts=[ChatPrompt(messages=messages)],
             params=msgspec.structs.replace(params, grammar=grammar),
             stop=stop_strings(fields.stop),
             model=fields.model,
             stream=bool(fields.stream),
             priority=fields.priority or 0,
             timeout_s=fields.timeout,
-            bind=calling.bind,
         )
         store = None if fields.store is False else self._store
-        return call, partial(
+        return calling.attach(call), partial(
             _make_writer, fields=fields, calling=calling, conversation=conversation, store=store
         )
 
