@@ -31,7 +31,20 @@ MAX_VALUE_CHARS = 64_000_000
 _MAX_WIDTH = 100_000
 _MAX_INT_BITS = 4096
 _WIDE_FORMAT = re.compile(r"\d{6,}")
-_WIDTH_FILTERS = ("center", "indent", "wordwrap", "batch", "slice", "tojson")
+_WIDTH_FILTERS = ("center", "indent", "wordwrap", "batch", "slice", "tojson", "round")
+_METHODS: dict[type, frozenset[str]] = {
+    str: frozenset(
+        "capitalize casefold center count endswith expandtabs find format format_map index isalnum isalpha isascii "
+        "isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip "
+        "partition removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines "
+        "startswith strip swapcase title upper zfill".split()
+    ),
+    dict: frozenset({"copy", "get", "items", "keys", "values"}),
+    list: frozenset({"copy", "count", "index"}),
+    tuple: frozenset({"count", "index"}),
+}
+"""Methods of Python's own types that templates may call. Whatever is not here (all of `bytes` and of numbers, too)
+could grow a value unseen, or take its time inside one call that no clock can end."""
 
 _deadline_s: ContextVar[float] = ContextVar("chat_template_deadline", default=float("inf"))
 
@@ -81,7 +94,7 @@ class ChatTemplateEnvironment(ImmutableSandboxedEnvironment):
         """Sandboxed call, with the clock and the growth of strings under watch."""
         check_time()
         owner = getattr(callee, "__self__", None)
-        if isinstance(owner, str):
+        if type(owner).__module__ == "builtins" and owner is not None:
             _check_method(owner, callee.__name__, args, kwargs)
         return super().call(context, callee, *args, **kwargs)
 
@@ -185,12 +198,19 @@ def _check_format(pattern: str, values: Any) -> None:
 
 def _check_widths(values: tuple[Any, ...]) -> None:
     for value in values:
-        if isinstance(value, int) and value > _MAX_WIDTH:
+        if isinstance(value, int) and abs(value) > _MAX_WIDTH:
             raise SecurityError(f"the chat template asks for a width of {value}")
 
 
-def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    values = (*args, *kwargs.values())
+def _check_method(owner: object, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    allowed = next((names for kind, names in _METHODS.items() if isinstance(owner, kind)), frozenset())
+    if name not in allowed:
+        raise SecurityError(f"the chat template calls {type(owner).__name__}.{name}, which is not allowed")
+    if isinstance(owner, str):
+        _check_growth(owner, name, (*args, *kwargs.values()))
+
+
+def _check_growth(text: str, name: str, values: tuple[Any, ...]) -> None:
     if name in ("center", "ljust", "rjust", "zfill", "expandtabs"):
         _check_widths(values)
         if name == "expandtabs":

@@ -304,3 +304,27 @@ def test_odd_values_are_refused() -> None:
 
 def test_a_model_without_template(stored: StoredTokenizers) -> None:
     assert ChatTemplate.of(stored("gpt2", "hf")) is None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 7|round(-30000000) }}",
+        "{{ 'a'.encode() }}",
+        "{{ (1).to_bytes(2000000000, 'big') }}",
+        "{{ (1.5).hex() }}",
+        "{{ 'ab'.translate({97: 'x'}) }}",
+        "{{ {}.fromkeys([1]) }}",
+    ],
+)
+def test_methods_that_could_grow_unseen_are_not_there(source: str) -> None:
+    with pytest.raises(TemplateError, match="not allowed|width"):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "x"}])
+
+
+def test_methods_that_templates_use_are_there() -> None:
+    source = (
+        "{% set m = messages[0] %}{{ m.get('content').strip().split(' ')[-1].upper() }}"
+        "{{ m.items()|list|length }}{{ [3, 4].index(4) }}{{ 'x{}'.format(3) }}{{ 7.567|round(2) }}"
+    )
+    assert ChatTemplate(source, {}).render([{"role": "user", "content": " a bc "}]) == "BC21x37.57"
