@@ -8,6 +8,8 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from enginehouse.api.errors import speaks_anthropic
+
 _REF = "#/components/schemas/{name}"
 
 _ERROR_SCHEMA: dict[str, Any] = {
@@ -24,6 +26,18 @@ _ERROR_SCHEMA: dict[str, Any] = {
                 "code": {"type": ["string", "null"]},
             },
         }
+    },
+}
+_ANTHROPIC_ERROR_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
     },
 }
 _bodies: dict[str, type[msgspec.Struct]] = {}
@@ -55,11 +69,9 @@ def _build(app: FastAPI) -> dict[str, Any]:
     schemas = description.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(components)
     schemas["Error"] = _ERROR_SCHEMA
-    error = {
-        "description": "Error",
-        "content": {"application/json": {"schema": {"$ref": _REF.format(name="Error")}}},
-    }
-    for operations in description["paths"].values():
+    schemas["AnthropicError"] = _ANTHROPIC_ERROR_SCHEMA
+    for path, operations in description["paths"].items():
+        error = _error_answer("AnthropicError" if speaks_anthropic(path) else "Error")
         for operation in operations.values():
             responses = operation["responses"]
             # FastAPI announces its own validation errors, which this server never gives.
@@ -68,3 +80,8 @@ def _build(app: FastAPI) -> dict[str, Any]:
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     return description
+
+
+def _error_answer(schema: str) -> dict[str, Any]:
+    reference = {"$ref": _REF.format(name=schema)}
+    return {"description": "Error", "content": {"application/json": {"schema": reference}}}

@@ -18,6 +18,13 @@ from tests.support.tiny_models import write_tiny_llama
 
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 1900, "ignore_eos": True, "temperature": 0}
 
+LONG_MESSAGE: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 1900,
+    "ignore_eos": True,
+}
+LONG_RESPONSE: dict[str, Any] = {"input": "hi", "max_output_tokens": 1900, "ignore_eos": True}
+
 
 def cancelled(server: Server) -> float:
     return server.metric("enginehouse_requests_total", status="499")
@@ -75,6 +82,10 @@ def wait_for(condition: Any, timeout_s: float = 10.0) -> None:
         ("/v1/completions", {**LONG, "prompt": ["a", "b", "c"], "n": 2, "stream": False}),
         ("/generate_stream", LONG),
         ("/basic_generate", LONG),
+        ("/v1/messages", {**LONG_MESSAGE, "stream": True}),
+        ("/v1/messages", {**LONG_MESSAGE, "stream": False}),
+        ("/v1/responses", {**LONG_RESPONSE, "stream": True}),
+        ("/v1/responses", {**LONG_RESPONSE, "stream": False}),
     ],
 )
 def test_leaving_while_it_computes(busy: Server, leave: str, path: str, body: dict[str, Any]) -> None:
@@ -89,7 +100,7 @@ def test_leaving_while_it_computes(busy: Server, leave: str, path: str, body: di
     wait_for(lambda: cancelled(busy) == before + 1)
     busy.wait_idle(2.0)
     produced = busy.metric("enginehouse_tokens_total", kind="output") - computed
-    assert produced < 1900 * body.get("n", 1) * (3 if isinstance(body["prompt"], list) else 1)
+    assert produced < 1900 * body.get("n", 1) * (3 if isinstance(body.get("prompt"), list) else 1)
     connection.close()
 
 

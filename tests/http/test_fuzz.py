@@ -30,6 +30,33 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/basic_generate": {"prompt": "hi", "max_tokens": 2, "temperature": 1, "stop": ["a"], "seed": 3},
     "/generate": {"prompts": ["hi", "there"], "max_tokens": 2, "top_p": 0.5},
     "/generate_stream": {"prompt": "hi", "max_tokens": 2, "logit_bias": {"7": 2.5}},
+    "/tokenize": {"prompt": "hi", "add_special_tokens": True, "return_token_strs": True, "model": "tiny"},
+    "/detokenize": {"tokens": [5, 70, 300], "model": "tiny"},
+    "/apply-template": {"messages": [{"role": "user", "content": "hi", "name": "n"}], "add_generation_prompt": True},
+    "/v1/messages": {
+        "model": "tiny", "max_tokens": 2, "system": [{"type": "text", "text": "s"}], "stop_sequences": ["x"], "top_k": 5,
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"b": [1]}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "r"}]}]},
+        ],
+        "tools": [], "tool_choice": {"type": "auto"}, "stream": False, "metadata": {"user_id": "u"}, "temperature": 1,
+        "thinking": {"type": "disabled"},
+    },
+    "/v1/messages/count_tokens": {
+        "messages": [{"role": "user", "content": "hi"}], "system": "s",
+        "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object", "properties": {"a": {"enum": [1]}}}}],
+    },
+    "/v1/responses": {
+        "model": "tiny", "max_output_tokens": 2, "instructions": "i", "temperature": 1, "stream": False, "store": True,
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{\"b\": 1}"},
+            {"type": "function_call_output", "call_id": "a", "output": "r"},
+        ],
+        "metadata": {"a": "b"}, "text": {"format": {"type": "text"}}, "tools": [], "tool_choice": "auto", "user": "u",
+        "truncation": "disabled", "include": [], "reasoning": {"effort": None}, "previous_response_id": None,
+    },
 }  # fmt: skip
 
 JSON_VALUES = st.recursive(
@@ -42,7 +69,7 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
     max_leaves=8,
 )
-SMALL = {"max_tokens", "max_completion_tokens"}
+SMALL = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -111,7 +138,9 @@ FUZZ = settings(
 def check(answer: httpx2.Response) -> None:
     assert answer.status_code < 500, (answer.status_code, answer.text)
     if answer.status_code != 200:
-        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        is_anthropic = answer.request.url.path.startswith("/v1/messages")
+        keys = {"message", "type"} if is_anthropic else {"message", "type", "param", "code"}
+        assert set(answer.json()["error"]) == keys
     elif answer.headers["content-type"] == "application/json":
         assert "NaN" not in answer.text.replace('NaN"', "")
         answer.json()
