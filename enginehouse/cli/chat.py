@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -70,6 +71,9 @@ def _run(
     system: str | None,
     options: dict[str, float | None],
 ) -> None:
+    with contextlib.suppress(ImportError):  # Python may be built without it
+        import readline  # noqa: F401 - gives `input` line editing and a history
+
     # The event loop has a thread of its own, so that it goes on hearing from the worker while `input` waits.
     from anyio.from_thread import start_blocking_portal
 

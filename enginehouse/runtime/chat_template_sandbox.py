@@ -34,10 +34,53 @@ _WIDE_FORMAT = re.compile(r"\d{6,}")
 _WIDTH_FILTERS = ("center", "indent", "wordwrap", "batch", "slice", "tojson", "round")
 _METHODS: dict[type, frozenset[str]] = {
     str: frozenset(
-        "capitalize casefold center count endswith expandtabs find format format_map index isalnum isalpha isascii "
-        "isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip "
-        "partition removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines "
-        "startswith strip swapcase title upper zfill".split()
+        {
+            *(
+                "capitalize",
+                "casefold",
+                "center",
+                "count",
+                "endswith",
+                "expandtabs",
+                "find",
+                "format",
+                "format_map",
+            ),
+            *("index", "isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower"),
+            *(
+                "isnumeric",
+                "isprintable",
+                "isspace",
+                "istitle",
+                "isupper",
+                "join",
+                "ljust",
+                "lower",
+                "lstrip",
+            ),
+            *(
+                "partition",
+                "removeprefix",
+                "removesuffix",
+                "replace",
+                "rfind",
+                "rindex",
+                "rjust",
+                "rpartition",
+            ),
+            *(
+                "rsplit",
+                "rstrip",
+                "split",
+                "splitlines",
+                "startswith",
+                "strip",
+                "swapcase",
+                "title",
+                "upper",
+                "zfill",
+            ),
+        }
     ),
     dict: frozenset({"copy", "get", "items", "keys", "values"}),
     list: frozenset({"copy", "count", "index"}),

@@ -150,7 +150,7 @@ def describe_storage_error(error: OSError, path: Path) -> SourceError | None:
     """The `SourceError` of an OSError that is about storage, or None for any other."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return describe_disk_full(path)
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENOENT):
         return SourceError(
             f"cannot use {error.filename or path}: {error.strerror}. Check its permissions; {CACHE_VARIABLE} chooses "
             "another directory for the cache"

