@@ -10,6 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from enginehouse.api.tools.formats import FORMATS
 from tests.http.conftest import tiny_overrides
 from tests.http.serving import Server, sse_frames
 from tests.support.tiny_models import write_tiny_llama
@@ -138,16 +139,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def server_of_format(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """The tiny model with the template of each format; `[TOOL_CALLS]` is a special token as Mistral has it."""
+    """The tiny model with the template of each format; two have their marker as a special token, as Mistral has."""
     directory: Path = tmp_path_factory.mktemp(f"tools-{request.param}")
     overrides = roomy_overrides(directory)
     model = Path(overrides["model.source"])
     config = json.loads((model / "tokenizer_config.json").read_text())
     config["chat_template"] = BY_FORMAT[request.param]
     (model / "tokenizer_config.json").write_text(json.dumps(config))
-    if request.param == "mistral":
+    if request.param in ("mistral", "hermes"):
         text = (model / "tokenizer.json").read_text()
-        (model / "tokenizer.json").write_text(text.replace("<|reserved|>", "[TOOL_CALLS]"))
+        marker = FORMATS[request.param].marker
+        (model / "tokenizer.json").write_text(text.replace("<|reserved|>", marker))
     running = Server(overrides, directory / "log").start()
     try:
         yield running.wait_ready()
@@ -370,6 +372,40 @@ def test_calls_and_results_reach_the_prompt(server: Server) -> None:
 
     call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     assert tokens(call) != tokens()
+
+
+ANSWER = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+ANSWER_FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER, "strict": True}}
+
+
+def test_answers_of_a_form_or_calls(server_of_format: Server) -> None:
+    kinds = set()
+    for seed in range(8):
+        body = {**BODY, "response_format": ANSWER_FORMAT, "parallel_tool_calls": False, "seed": seed, "n": 4}
+        for got in ask(server_of_format, {**body, "tools": [NOW], "temperature": 2}):
+            calls = got["message"].get("tool_calls", [])
+            kinds.add(got["finish_reason"])
+            if calls:
+                assert got["message"]["content"] is None
+                check_call(calls[0])
+            else:
+                assert isinstance(json.loads(got["message"]["content"])["ok"], bool)
+    assert kinds <= {"stop", "tool_calls"}
+
+
+def test_forms_beside_tools(server: Server) -> None:
+    forced = {**BODY, "tools": [NOW], "parallel_tool_calls": False, "response_format": ANSWER_FORMAT}
+    (got,) = ask(server, {**forced, "tool_choice": "required"})
+    check_call(got["message"]["tool_calls"][0])
+    answer = server.post(CHAT, {**forced, "tool_choice": "none"}).json()["choices"][0]["message"]
+    assert set(json.loads(answer["content"])) == {"ok"}
+    refused = server.post(CHAT, {**BODY, "structured_outputs": {"regex": "a+"}})
+    assert refused.json()["error"]["param"] == "structured_outputs.regex"
 
 
 @pytest.mark.model

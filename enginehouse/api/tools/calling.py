@@ -22,6 +22,7 @@ from enginehouse.api.tools.parsing import (
 )
 from enginehouse.engine.events import ChatPrompt
 from enginehouse.engine.structured_output import Grammar
+from enginehouse.errors import InvalidRequestError
 from enginehouse.settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ class ToolCalling:
     def bind(self, call: GenerationCall, engine: LLMEngine, settings: ModelSettings) -> GenerationCall:
         """`call` for the model that will serve it: its prompt, the grammar of forced calls, what may be seen.
 
-        Stop strings do not apply to forced calls: they would cut them.
+        Stop strings do not apply to forced calls: they would cut them. A form that the request asks for applies to
+        answers that are no calls. Raises `InvalidRequestError` when the two do not go together.
         """
         fmt = self._format = choose_format(engine.tokenizer.chat_template, settings.tool_format)
         tools = self.tools if self.is_parsed else None
@@ -71,20 +73,26 @@ class ToolCalling:
         )
         if tools is None:
             return dataclasses.replace(call, prompts=[prompt])
-        marker = special_token(engine.tokenizer, fmt.marker)
-        visible = frozenset() if marker is None else frozenset((marker,))
-        call = dataclasses.replace(call, prompts=[prompt], visible_special=visible)
-        if not self.is_forced:
+        special = special_marks(engine.tokenizer, fmt)
+        call = dataclasses.replace(call, prompts=[prompt], visible_special=frozenset(special.values()))
+        answer = call.params.grammar
+        if not self.is_forced and answer is None:
             return call
-        text = forcing_grammar(fmt, tools.callable_functions, parallel=tools.parallel, marker_token=marker)
+        text = forcing_grammar(
+            fmt,
+            tools.callable_functions,
+            parallel=tools.parallel,
+            special=special,
+            answer_schema=None if self.is_forced or answer is None else _schema_of(answer),
+        )
         grammar = Grammar(
             kind="lark",
             text=text,
             param=tools.grammar_param,
-            special_tokens=() if marker is None else (marker,),
+            special_tokens=tuple(special.values()),
         )
         params = msgspec.structs.replace(call.params, grammar=grammar)
-        return dataclasses.replace(call, params=params, stop=())
+        return dataclasses.replace(call, params=params, stop=() if self.is_forced else call.stop)
 
     def new_parser(self) -> OutputParser | None:
         """A parser for one choice's text; None when the text is content as it is. Only after `bind`."""
@@ -102,9 +110,21 @@ class ToolCalling:
         return ParsedOutput(text) if parser is None else parse_output(parser, text)
 
 
-def special_token(tokenizer: Tokenizer, text: str) -> int | None:
-    """The id of the special token with this text, which would not be seen in an answer otherwise."""
-    wanted = text.encode()
-    return next(
-        (token for token in tokenizer.special_token_ids if tokenizer.token_bytes(token) == wanted), None
-    )
+def _schema_of(answer: Grammar) -> dict[str, Any]:
+    """The schema of answers that a request with tools may ask for beside calls."""
+    if answer.kind == "json_object":
+        return {"type": "object"}
+    schema = msgspec.json.decode(answer.text) if answer.kind == "json_schema" else None
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(
+            f"{answer.param}: with tools that may be called, only JSON schemas are supported.",
+            param=answer.param,
+        )
+    return schema
+
+
+def special_marks(tokenizer: Tokenizer, fmt: ToolFormat) -> dict[str, int]:
+    """Marks of the format that are special tokens, which would not be seen in an answer otherwise, and their ids."""
+    marks = {mark.encode(): mark for mark in (fmt.marker, fmt.end) if mark}
+    ids = {tokenizer.token_bytes(token): token for token in tokenizer.special_token_ids}
+    return {mark: ids[raw] for raw, mark in marks.items() if raw in ids}

@@ -71,9 +71,30 @@ def test_several_calls_when_they_may_be_parallel(fmt: ToolFormat) -> None:
 
 
 def test_a_marker_that_is_a_special_token_is_one_in_the_grammar() -> None:
-    grammar = forcing_grammar(FORMATS["mistral"], FUNCTIONS, parallel=False, marker_token=7)
-    assert grammar.startswith('start: <[7]> "[" call "]"\n')
+    grammar = forcing_grammar(FORMATS["mistral"], FUNCTIONS, parallel=False, special={"[TOOL_CALLS]": 7})
+    assert 'calls: <[7]> "[" call "]"\n' in grammar
     assert "TOOL_CALLS" not in grammar
+    marks = {"<tool_call>": 3, "</tool_call>": 4}
+    grammar = forcing_grammar(FORMATS["hermes"], FUNCTIONS[1:], parallel=True, special=marks)
+    assert 'call_0: <[3]> "\\n{' in grammar
+    assert '"}\\n" <[4]>\n' in grammar
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_calls_or_an_answer_of_one_form(fmt: ToolFormat) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    grammar = forcing_grammar(fmt, FUNCTIONS, parallel=False, answer_schema=schema)
+    marked = (fmt.marker if fmt.is_bare else "") + written(fmt, PARIS)
+    assert accepts(grammar, marked)
+    assert calls_of(parse_output(free_parser(fmt.name), marked)) == [PARIS]
+    assert accepts(grammar, '{"n": 5}')
+    assert not accepts(grammar, '{"n": "5"}')
+    assert not accepts(grammar, "text")
 
 
 NESTED: dict[str, Any] = {
