@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from enginehouse.engine.engine_config import BLOCK_SIZE, EngineConfig, WorkerConfig
 from enginehouse.engine.machine_limits import available_cpus, available_memory_bytes
@@ -16,6 +21,8 @@ from enginehouse.runtime.weights import prepare_model
 
 MAX_DEFAULT_KV_BYTES = 1 << 30
 _KV_SHARE_OF_MEMORY = 0.25
+ABANDON_TIMEOUT_S = 1.0
+"""How long a cancelled load may take to clean up after itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,48 @@ def load_model(config: EngineConfig, on_progress: Progress | None) -> LoadedMode
         tokenizer=tokenizer,
         max_context=config.max_context or limit,
     )
+
+
+class _AbandonedError(Exception):
+    """Raised inside the loading thread when nobody waits for it any more."""
+
+
+async def load_model_in_background(config: EngineConfig, on_progress: Progress | None) -> LoadedModel:
+    """`load_model` in a thread that a cancelled caller can leave behind.
+
+    A fetch may hang in the network for minutes, and a thread cannot be interrupted: it ends at its next sign of
+    progress, which the caller awaits for a moment, and it never keeps the process from ending.
+    """
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[LoadedModel] = loop.create_future()
+    abandoned = threading.Event()
+
+    def progress(what: str, fraction: float) -> None:
+        if abandoned.is_set():
+            raise _AbandonedError
+        (on_progress or ignore_progress)(what, fraction)
+
+    def deliver(set_outcome: Callable[[Any], None], value: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the program is ending
+            loop.call_soon_threadsafe(set_outcome, value)
+
+    def run() -> None:
+        try:
+            model = load_model(config, progress)
+        except BaseException as error:  # noqa: BLE001 - carried to the caller, who raises it
+            deliver(outcome.set_exception, error)
+        else:
+            deliver(outcome.set_result, model)
+
+    threading.Thread(target=run, name="enginehouse-load", daemon=True).start()
+    try:
+        return await asyncio.shield(outcome)
+    except asyncio.CancelledError:
+        abandoned.set()
+        await asyncio.wait({outcome}, timeout=ABANDON_TIMEOUT_S)
+        if outcome.done():
+            outcome.exception()  # it is nobody's news any more
+        raise
 
 
 def plan_worker(config: EngineConfig, model: LoadedModel) -> WorkerConfig:

@@ -17,7 +17,7 @@ from enginehouse.engine.active_request import ActiveRequest, Choice
 from enginehouse.engine.admission import Admission
 from enginehouse.engine.detokenizer import Detokenizer
 from enginehouse.engine.engine_config import EngineConfig
-from enginehouse.engine.engine_loading import LoadedModel, load_model, plan_worker
+from enginehouse.engine.engine_loading import LoadedModel, load_model_in_background, plan_worker
 from enginehouse.engine.events import EngineHealth, Event, Prompt
 from enginehouse.engine.messages import (
     AbortSequences,
@@ -36,7 +36,7 @@ from enginehouse.engine.prompt_encoder import PromptEncoder
 from enginehouse.engine.request_stream import RequestStream
 from enginehouse.engine.sampling_params import SamplingParams
 from enginehouse.engine.sequence import sibling_params
-from enginehouse.engine.stop_strings import StopStringChecker
+from enginehouse.engine.stop_strings import StopStringChecker, StopStrings, check_stop_strings
 from enginehouse.engine.structured_output_check import GrammarChecker
 from enginehouse.engine.supervisor import Supervisor
 from enginehouse.errors import (
@@ -106,7 +106,7 @@ class LLMEngine:
         come up. Cancelling leaves no process behind.
         """
         config.check()
-        model = await asyncio.to_thread(load_model, config, on_progress)
+        model = await load_model_in_background(config, on_progress)
         engine = cls(config, model)
         engine._on_progress = on_progress
         try:
@@ -183,8 +183,7 @@ class LLMEngine:
         params.check(self.model_config.vocab_size)
         if n < 1:
             raise InvalidRequestError(f"n must be at least 1, not {n}.", param="n")
-        if any(not text for text in stop):
-            raise InvalidRequestError("stop must not contain an empty string.", param="stop")
+        check_stop_strings(stop)
         self._check_open()
         self._admission.reserve(n)
         try:
@@ -247,6 +246,7 @@ class LLMEngine:
             on_abort=functools.partial(self._abort, ids),
         )
         request = ActiveRequest(stream=stream, tenant=tenant, priority=priority, deadline_s=deadline_s)
+        stop_strings = StopStrings(stop)
         for index, sequence_id in enumerate(ids):
             choice = Choice(
                 index=index,
@@ -256,7 +256,7 @@ class LLMEngine:
                 detokenizer=Detokenizer(
                     self.tokenizer, prompt_tokens=tokens, visible_special=visible_special
                 ),
-                stop_strings=StopStringChecker(stop),
+                stop_strings=StopStringChecker(stop_strings),
                 arrival_s=arrival_s,
             )
             request.choices.append(choice)

@@ -155,3 +155,21 @@ def test_chat_and_a_killed_program_leave_no_worker(tiny):
         os.kill(terminal.process.pid, signal.SIGKILL)
         _gone, alive = psutil.wait_procs(workers, timeout=10)
         assert not alive
+
+
+def test_ctrl_c_ends_a_fetch_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/simple")
+        monkeypatch.setenv("ENGINEHOUSE_CACHE", str(tmp_path / "cache"))
+        for command in (("serve", "--port", "0"), ("chat",)):
+            with Terminal(*command) as terminal:
+                connection, _ = silent.accept()
+                fetching = workers_of(terminal.process.pid)
+                assert any("pip" in process.cmdline() for process in fetching), fetching
+                terminal.type(CTRL_C)
+                terminal.wait_exit(timeout_s=20)
+                _gone, alive = psutil.wait_procs(fetching, timeout=5)
+                assert not alive
+                connection.close()

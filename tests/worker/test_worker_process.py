@@ -306,7 +306,7 @@ async def test_damage_after_the_check_is_named_by_the_worker(
         (copy / "weights.bin").write_bytes(weights)
         return model
 
-    monkeypatch.setattr("enginehouse.engine.llm_engine.load_model", load_then_damage)
+    monkeypatch.setattr("enginehouse.engine.engine_loading.load_model", load_then_damage)
     with pytest.raises(ModelLoadFailedError, match="damaged"):
         await LLMEngine.start(engine_config(copy))
     assert own_workers() == []

