@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from enginehouse.api.token_texts import TokenTexts
 from enginehouse.engine.detokenizer import Detokenizer
-from enginehouse.engine.stop_strings import StopStringChecker
+from enginehouse.engine.stop_strings import StopStringChecker, StopStrings
 
 EOS = 0
 PIECES: list[bytes] = [
@@ -42,7 +42,7 @@ def test_pieces_join_to_the_text(
     """Feeds tokens as the engine does: one at a time through detokenizer and stop check, delivered in groups."""
     tokenizer = Spelling(strip)
     detokenizer = Detokenizer(tokenizer, prompt_tokens=prompt)  # type: ignore[arg-type]
-    checker = StopStringChecker(tuple(stops))
+    checker = StopStringChecker(StopStrings(stops))
     texts = TokenTexts(tokenizer, prompt)  # type: ignore[arg-type]
     visible, shown, used = "", [], []
     queue: list[tuple[list[int], str]] = []

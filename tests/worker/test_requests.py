@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from enginehouse.engine import UNTIL_CONTEXT_END, ChatPrompt, LLMEngine, SamplingParams, TokenEvent
-from enginehouse.engine.stop_strings import StopStringChecker
+from enginehouse.engine.stop_strings import StopStringChecker, StopStrings
 from enginehouse.errors import (
     ContextLengthExceededError,
     DeadlineExceededError,
@@ -235,6 +236,22 @@ async def test_a_huge_prompt_is_refused_without_reading_it(start_engine: StartEn
     assert time.monotonic() - before_s < 1.0
 
 
+async def test_stop_strings_are_built_once_for_all_choices(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[int] = []
+    build = StopStrings.__init__
+
+    def counted(self: StopStrings, stops: Sequence[str]) -> None:
+        built.append(len(stops))
+        build(self, stops)
+
+    monkeypatch.setattr(StopStrings, "__init__", counted)
+    engine = await start_engine()
+    await ask(engine, [5, 6], GREEDY, n=8, stop=("never", "ever"))
+    assert built == [2]
+
+
 @pytest.mark.parametrize(
     ("prompt", "fields", "options", "param"),
     [
@@ -249,6 +266,7 @@ async def test_a_huge_prompt_is_refused_without_reading_it(start_engine: StartEn
         ("x", {"seed": 2**63}, {}, "seed"),
         ("x", {}, {"n": 0}, "n"),
         ("x", {}, {"stop": ("ok", "")}, "stop"),
+        ("x", {}, {"stop": ("ok", "x" * 1001)}, "stop"),
     ],
 )
 async def test_invalid_requests_name_the_field(
