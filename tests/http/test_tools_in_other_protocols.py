@@ -230,6 +230,10 @@ async def test_messages_find_calls_in_free_text(num_chars: int) -> None:
         ({"tool_choice": {"type": "tool", "name": "other"}}, "other"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"tools": [], "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
+        ({"tools": [], "output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "output_config.format.schema"),
+        ({"tools": [], "output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"output_config": {"effort": "high"}}, "output_config.effort"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]}, "'tool_use'"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}]}]}, "'image'"),
@@ -238,6 +242,16 @@ async def test_messages_find_calls_in_free_text(num_chars: int) -> None:
 )  # fmt: skip
 def test_messages_refusals(server: Server, fields: dict[str, Any], said: str) -> None:
     check_error(server.post(MESSAGES, {**ANTHROPIC, **fields}), 400, "invalid_request_error", said)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_messages_of_a_given_form(server: Server, seed: int) -> None:
+    form = {"type": "json_schema", "schema": {**PARAMETERS, "additionalProperties": False}}
+    shown = ask_both(server, tools=None, output_config={"format": form}, seed=seed)
+    if shown["stop_reason"] == "end_turn":
+        check_arguments("get_weather", json.loads(shown["content"][0]["text"]))
+    else:
+        assert shown["content"][0]["text"].startswith("{")
 
 
 # Responses ---------------------------------------------------------------------------------------------------------

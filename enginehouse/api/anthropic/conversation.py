@@ -42,6 +42,20 @@ class InputMessage(Struct):
     content: str | list[Block]
 
 
+class OutputFormat(Struct, kw_only=True):
+    """The form of an answer: JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Struct, kw_only=True):
+    """What the answer must be like; how much effort goes into it cannot be chosen."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
 class ConversationFields(SamplingFields, kw_only=True):
     """What both routes take: counting ignores the sampling fields, so that a body can be counted as it is."""
 
@@ -50,23 +64,22 @@ class ConversationFields(SamplingFields, kw_only=True):
     system: str | list[ResultPart] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
+    output_config: OutputConfig | None = None
 
     # Known to the protocol and not supported.
     thinking: Any = None
     container: Any = None
     context_management: Any = None
     mcp_servers: Any = None
-    output_config: Any = None
     output_format: Any = None
 
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "thinking": ({"type": "disabled"},),
     "mcp_servers": ([],),
-    "output_config": ({},),
 }
 """Values of unsupported fields that ask for nothing."""
-_REFUSED = ("thinking", "container", "context_management", "mcp_servers", "output_config", "output_format")
+_REFUSED = ("thinking", "container", "context_management", "mcp_servers", "output_format")
 
 
 def conversation(fields: ConversationFields) -> list[Message]:

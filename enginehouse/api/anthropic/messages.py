@@ -21,6 +21,7 @@ from enginehouse.api.tools.calling import ToolCalling
 from enginehouse.api.tools.parsing import CallStart, ContentPiece, OutputEvent, OutputParser
 from enginehouse.engine.events import ChatPrompt
 from enginehouse.engine.messages import FinishReason
+from enginehouse.engine.structured_output import Grammar
 from enginehouse.errors import EnginehouseError, InvalidRequestError
 from enginehouse.settings import ServerSettings
 
@@ -65,9 +66,10 @@ class Messages:
             raise InvalidRequestError("stop is called stop_sequences in this protocol.", param="stop")
         messages = conversation(fields)
         calling = ToolCalling(messages, tools_of(fields.tools, fields.tool_choice))
+        params = sampling_params(fields, max_tokens=fields.max_tokens)
         call = GenerationCall(
             prompts=[ChatPrompt(messages=messages)],
-            params=sampling_params(fields, max_tokens=fields.max_tokens),
+            params=msgspec.structs.replace(params, grammar=_output_grammar(fields, calling)),
             stop=_stop_sequences(fields.stop_sequences),
             model=fields.model,
             stream=bool(fields.stream),
@@ -89,6 +91,23 @@ def _stop_sequences(stops: list[str] | None) -> tuple[str, ...]:
             "stop_sequences: a stop sequence must not be empty.", param="stop_sequences"
         )
     return tuple(stops)
+
+
+def _output_grammar(fields: MessagesBody, calling: ToolCalling) -> Grammar | None:
+    config = fields.output_config
+    if config is not None and config.effort is not None:
+        raise InvalidRequestError(
+            "output_config.effort is not supported by this server.", param="output_config.effort"
+        )
+    if config is None or config.format is None:
+        return None
+    if calling.is_parsed:
+        raise InvalidRequestError(
+            "output_config.format: an answer of a given form and tools cannot be asked for together.",
+            param="output_config.format",
+        )
+    schema = msgspec.json.encode(config.format.schema).decode()
+    return Grammar(kind="json_schema", text=schema, param="output_config.format.schema")
 
 
 def _make_writer(
