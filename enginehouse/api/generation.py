@@ -128,6 +128,7 @@ class Generation:
         """Admit every prompt or none. Raises what `LLMEngine.submit` raises."""
         call = self.call
         deadline_s = None if call.timeout_s is None else self._record.arrival_s + call.timeout_s
+        self.engine.check_capacity(self.num_choices)
         try:
             for prompt in call.prompts:
                 stream = await self.engine.submit(
@@ -167,7 +168,7 @@ class Generation:
                         now_s = time.monotonic()
                         if index in last_s:
                             observe_gap(now_s - last_s[index])
-                        last_s[index] = now_s
+                        last_s[index] = self._record.last_token_s = now_s
                         yield self._token_delta(index, event)
                     elif isinstance(event, Started):
                         yield self._start_delta(index, event)
@@ -185,7 +186,9 @@ class Generation:
             self._texts[index] = TokenTexts(
                 self.engine.tokenizer, prompt_tokens, visible_special=self.call.visible_special
             )
-        self._record.first_token_s = self._record.first_token_s or time.monotonic()
+        record = self._record
+        record.inference_start_s = min(record.inference_start_s or event.started_s, event.started_s)
+        record.first_token_s = record.first_token_s or time.monotonic()
         return Delta(index, event.sequence_id, started=True)
 
     def _token_delta(self, index: int, event: TokenEvent) -> Delta:
@@ -201,7 +204,6 @@ class Generation:
         self.usage.completion_tokens += event.num_output_tokens
         record, timing = self._record, event.timing
         record.output_tokens = max(record.output_tokens, self.usage.completion_tokens)
-        record.inference_start_s = min(record.inference_start_s or timing.started_s, timing.started_s)
         record.first_token_s = min(record.first_token_s or timing.first_token_s, timing.first_token_s)
         record.last_token_s = max(record.last_token_s or 0.0, timing.finished_s)
         record.finish_reasons.append(event.reason)

@@ -76,6 +76,7 @@ class Choice:
             sequence_id=self.sequence_id,
             prompt_tokens=self._num_prompt_tokens,
             cached_tokens=output.cached_tokens or 0,
+            started_s=self._started_s,
         )
 
     def _take_text(self, output: SequenceOutput) -> tuple[int, str, str | None]:

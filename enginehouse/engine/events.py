@@ -68,6 +68,8 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens whose K/V came from the prefix cache."""
+    started_s: float
+    """First step that computed a part of it, as `time.monotonic()`."""
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):

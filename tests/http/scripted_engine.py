@@ -27,7 +27,7 @@ class PlainTokenizer:
 
 
 def started() -> Event:
-    return Started(index=0, sequence_id=ID, prompt_tokens=3, cached_tokens=0)
+    return Started(index=0, sequence_id=ID, prompt_tokens=3, cached_tokens=0, started_s=0.0)
 
 
 def token(text: str) -> Event:
@@ -62,6 +62,9 @@ class ScriptedEngine:
             num_threads=1,
             kernels="scripted",
         )
+
+    def check_capacity(self, _num_sequences: int) -> None:
+        """There is always room."""
 
     async def submit(self, _prompt: Any, _params: Any, **_options: Any) -> RequestStream:
         if self.refusal is not None:

@@ -158,5 +158,8 @@ def test_record_of_a_cancelled_request(busy: Server) -> None:
     (record,) = [line for line in records() if line["event"] == "request"]
     assert (record["status"], record["outcome"], record["error_type"]) == (499, "cancelled", "client_gone")
     assert 0 < record["output_tokens"] < 1900
+    assert record["queue_ms"] <= record["time_to_first_token_ms"] <= record["e2e_ms"]
+    assert record["prefill_ms"] is not None
+    assert record["decode_ms"] is not None
     (access,) = [line for line in records() if line["event"] == "access"]
     assert access["status"] in (200, 499)

@@ -140,10 +140,32 @@ def test_retry_after_follows_the_drain_rate() -> None:
     with pytest.raises(QueueFullError) as caught:
         admission.reserve(5)
     assert caught.value.retry_after_s == pytest.approx(10, abs=2)
-    with pytest.raises(QueueFullError) as caught:
-        admission.reserve(1000)
-    assert caught.value.retry_after_s == 120
+    assert admission.retry_after_s(1000) == 120
     assert admission.num_unfinished == 10
+
+
+def test_more_than_ever_fits_is_the_callers_mistake() -> None:
+    admission = Admission(max_running=2, max_waiting=8, clock=lambda: 0.0)
+    for num_unfinished in (0, 10):
+        admission.reserve(num_unfinished)
+        with pytest.raises(InvalidRequestError, match="11 sequences .* at most 10") as caught:
+            admission.reserve(11)
+        assert caught.value.param == "n"
+    assert admission.num_unfinished == 10
+
+
+@pytest.mark.parametrize("num_refused", [1, 7, 300])
+def test_reservations_that_nothing_came_of_are_no_ends(num_refused: int) -> None:
+    admission = Admission(max_running=2, max_waiting=8, clock=lambda: 0.0)
+    unknown_s = admission.retry_after_s(5)
+    for _ in range(num_refused):
+        admission.reserve(2)
+        admission.give_back(2)
+    assert admission.num_unfinished == 0
+    assert admission.retry_after_s(5) == unknown_s
+    admission.reserve(1)
+    admission.release()
+    assert admission.retry_after_s(5) != unknown_s
 
 
 # The backlog of a stream ----------------------------------------------------------------------------------------
@@ -182,7 +204,15 @@ def end(index: int, count: int) -> Finished:
 async def test_a_backlog_merges_tokens_of_the_same_choice_in_order() -> None:
     stream, _ = stream_of(2)
     for index in range(2):
-        stream.push(Started(index=index, sequence_id=SequenceId(index + 1), prompt_tokens=1, cached_tokens=0))
+        stream.push(
+            Started(
+                index=index,
+                sequence_id=SequenceId(index + 1),
+                prompt_tokens=1,
+                cached_tokens=0,
+                started_s=0.0,
+            )
+        )
     for number in range(1000):
         stream.push(token(number % 2, number))
     for index in range(2):
