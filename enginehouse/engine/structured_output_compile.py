@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from enginehouse.engine.structured_output import Grammar
+from enginehouse.engine.structured_output_finite import can_end
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -66,10 +67,11 @@ def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
     from llguidance import LLMatcher
 
     matcher = LLMatcher(tokenizer, _definition(grammar), log_level=0, limits=_limits())
-    if not matcher.is_error() and not _can_begin(matcher, tokenizer.eos_token):
-        raise GrammarError("no text satisfies it")
+    can_begin = not matcher.is_error() and _can_begin(matcher, tokenizer.eos_token)
     if matcher.is_error():
         raise GrammarError(_first_lines(matcher.get_error()))
+    if not can_begin:
+        raise GrammarError("no text satisfies it")
     return matcher
 
 
@@ -87,8 +89,10 @@ def _definition(grammar: Grammar) -> str:
         text = _BOOLEAN_SCHEMAS.get(grammar.text, grammar.text)
         text = text if grammar.kind == "json_schema" else '{"type":"object"}'
         try:
+            if not can_end(msgspec.json.decode(text)):
+                raise GrammarError("the schema must contain itself for ever")
             return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
-        except ValueError as error:
+        except (msgspec.DecodeError, RecursionError, ValueError) as error:
             raise GrammarError(_first_lines(str(error))) from None
     if grammar.kind == "choice":
         return LLMatcher.grammar_from_regex(_alternatives(grammar.text))

@@ -289,6 +289,10 @@ async def test_forks_follow_the_grammar_each_on_its_own(start_engine: StartEngin
         ("json_schema", {"$ref": "https://example.com/schema"}),
         ("json_schema", {"$ref": "#"}),
         ("json_schema", {"type": "array", "uniqueItems": True}),
+        (
+            "json_schema",
+            {"type": "object", "properties": {"a": True, "b": {"$ref": "#"}}, "required": ["a", "b"]},
+        ),
         ("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000),
         ("regex", "[a"),
         ("regex", "(?=a)b"),
