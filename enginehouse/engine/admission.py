@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from enginehouse.errors import QueueFullError
+from enginehouse.errors import InvalidRequestError, QueueFullError
 
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 120.0
 _RATE_WINDOW_S = 30.0
@@ -22,8 +22,16 @@ class Admission:
         self._ends: deque[float] = deque(maxlen=_MAX_MOMENTS)
         self.num_unfinished = 0
 
-    def reserve(self, num_sequences: int) -> None:
-        """Take places for a request. Raises `QueueFullError` with an estimate of when to try again."""
+    def check(self, num_sequences: int) -> None:
+        """Raise `QueueFullError`, with an estimate of when to try again, when there are not so many places now, and
+        `InvalidRequestError` when there never are.
+        """
+        if num_sequences > self._max_unfinished:
+            raise InvalidRequestError(
+                f"n: {num_sequences} sequences were asked for at once, but at most {self._max_unfinished} may run "
+                "and wait on this server. Ask for fewer choices or prompts.",
+                param="n",
+            )
         if self.num_unfinished + num_sequences > self._max_unfinished:
             missing = self.num_unfinished + num_sequences - self._max_unfinished
             raise QueueFullError(
@@ -31,10 +39,18 @@ class Admission:
                 f"{self._max_unfinished} may be; {num_sequences} more were asked for. Try again later.",
                 retry_after_s=self.retry_after_s(missing),
             )
+
+    def reserve(self, num_sequences: int) -> None:
+        """Take places for a request. Raises what `check` raises."""
+        self.check(num_sequences)
         self.num_unfinished += num_sequences
 
+    def give_back(self, num_sequences: int) -> None:
+        """Take a reservation back that nothing came of: it says nothing about how fast sequences end."""
+        self.num_unfinished -= num_sequences
+
     def release(self, num_sequences: int = 1) -> None:
-        """Give back the places of sequences that ended, in whatever way."""
+        """Free the places of sequences that ended, in whatever way."""
         self.num_unfinished -= num_sequences
         self._ends.extend([self._clock()] * num_sequences)
 

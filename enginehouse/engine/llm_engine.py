@@ -193,13 +193,18 @@ class LLMEngine:
             params = self._complete(params, num_prompt_tokens=len(tokens))
             self._check_open()
         except BaseException:
-            self._admission.release(n)
+            self._admission.give_back(n)
             raise
         request = self._open_request(
             tokens, params, stop, n, request_id, tenant, priority, deadline_s, visible_special
         )
         self._supervisor.send(request.first_message())
         return request.stream
+
+    def check_capacity(self, num_sequences: int) -> None:
+        """Raise as `submit` would if `num_sequences` choices, of one prompt or of several, were submitted now:
+        `QueueFullError`, or `InvalidRequestError` when so many never fit."""
+        self._admission.check(num_sequences)
 
     async def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, as `submit` would compute them. Raises as `submit` does on a bad prompt."""

@@ -195,7 +195,8 @@ def test_queue_full(tmp_path_factory: pytest.TempPathFactory) -> None:
             assert answer.json()["error"]["code"] == "queue_full"
             assert 1 <= int(answer.headers["retry-after"]) <= 120
         too_many = server.post("/v1/completions", {"prompt": ["a"] * 5, "n": 2, "max_tokens": 1})
-        assert too_many.status_code == 429
+        assert too_many.status_code == 400
+        assert too_many.json()["error"]["param"] == "n"
         server.wait_idle()
         assert (
             server.post("/v1/completions", {"prompt": ["a"] * 3, "n": 2, "max_tokens": 1}).status_code == 200

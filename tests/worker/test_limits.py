@@ -148,7 +148,7 @@ def test_more_than_ever_fits_is_the_callers_mistake() -> None:
     admission = Admission(max_running=2, max_waiting=8, clock=lambda: 0.0)
     for num_unfinished in (0, 10):
         admission.reserve(num_unfinished)
-        with pytest.raises(InvalidRequestError, match="11 sequences .* at most 10") as caught:
+        with pytest.raises(InvalidRequestError, match=r"11 sequences .* at most 10") as caught:
             admission.reserve(11)
         assert caught.value.param == "n"
     assert admission.num_unfinished == 10

@@ -320,8 +320,13 @@ async def test_the_queue_is_bounded_and_says_when_to_come_back(start_engine: Sta
     assert sorted(refusals_s)[10] < 0.01
     assert caught.value.retry_after_s is not None
     assert 1 <= caught.value.retry_after_s <= 120
-    with pytest.raises(QueueFullError):
-        await engine.submit([50], GREEDY, n=6)
+    for num_sequences in (1, 5):
+        with pytest.raises(QueueFullError):
+            engine.check_capacity(num_sequences)
+    for ask_for_six in (engine.submit([50], GREEDY, n=6), asyncio.to_thread(engine.check_capacity, 6)):
+        with pytest.raises(InvalidRequestError, match=r"6 sequences .* at most 5") as invalid:
+            await ask_for_six
+        assert invalid.value.param == "n"
     await asyncio.gather(*(read(stream) for stream in streams))
     await ask(engine, [50], GREEDY, n=5)
 
