@@ -128,16 +128,16 @@ def test_top_logprobs_beyond_twenty(server: Server) -> None:
     ("message", "param"),
     [
         ({"role": "robot", "content": "x"}, "messages[1].role"),
-        ({"content": "x"}, "messages[1]"),
+        ({"content": "x"}, "messages[1].role"),
         ({"role": "user"}, "messages[1].content"),
         ({"role": "user", "content": None}, "messages[1].content"),
         ({"role": "user", "content": 5}, "messages[1].content"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[1].content[0].type"),
         ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text"}]}, "messages[1].content[1].text"),
-        ({"role": "user", "content": [{"text": "a"}]}, "messages[1].content[0]"),
+        ({"role": "user", "content": [{"text": "a"}]}, "messages[1].content[0].type"),
         ({"role": "tool", "content": "x"}, "messages[1].tool_call_id"),
         ({"role": "function", "name": "f", "content": "x"}, "messages[1].role"),
-        ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, "messages[1].tool_calls[0]"),
+        ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, "messages[1].tool_calls[0].function"),
         ({"role": "assistant", "content": "", "function_call": {"name": "f"}}, "messages[1].function_call"),
         ("hi", "messages[1]"),
     ],
@@ -149,7 +149,7 @@ def test_message(server: Server, message: Any, param: str) -> None:
 @pytest.mark.parametrize(
     ("route", "body", "param"),
     [
-        ("/basic_generate", {}, None),
+        ("/basic_generate", {}, "prompt"),
         ("/basic_generate", {"prompt": 5}, "prompt"),
         ("/basic_generate", {"prompt": ""}, "prompt"),
         ("/basic_generate", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
@@ -174,7 +174,7 @@ def test_generate_vllm_says_that_it_cannot(server: Server) -> None:
 
 
 BODIES: list[tuple[bytes, str | None]] = [
-    (b"", None), (b"{", None), (b"[]", None), (b"null", None), (b'"x"', None), (b"5", None), (b"{}", None),
+    (b"", None), (b"{", None), (b"[]", None), (b"null", None), (b'"x"', None), (b"5", None), (b"{}", "prompt"),
     (b'{"prompt":"a"} x', None), (b"\xef\xbb\xbf{}", None), (b'{"prompt":"\xff"}', None),
     (b'{"unknown":"\xed\xa0\x80","prompt":"a"}', None), (b'{"\xff":1,"prompt":"a"}', None),
     (b'{"prompt":"\\ud800"}', None), (b'{"prompt":"a\nb"}', None), (b"{'prompt':'a'}", None),

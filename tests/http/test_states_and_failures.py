@@ -83,7 +83,7 @@ async def test_while_the_model_loads() -> None:
             assert int(refused.headers["retry-after"]) >= 1
         unknown = await client.post("/v1/chat/completions", json={**CHAT, "model": "other"})
         check_error(unknown, 404, "model", "model_not_found")
-        check_error(await client.post("/v1/chat/completions", json={}), 400)
+        check_error(await client.post("/v1/chat/completions", json={}), 400, "messages")
         assert not ready
         loaded.set()
         await settle()
