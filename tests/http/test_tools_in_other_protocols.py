@@ -230,7 +230,6 @@ async def test_messages_find_calls_in_free_text(num_chars: int) -> None:
         ({"tool_choice": {"type": "tool", "name": "other"}}, "other"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"tools": [], "tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
         ({"tools": [], "output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "output_config.format.schema"),
         ({"tools": [], "output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"output_config": {"effort": "high"}}, "output_config.effort"),
@@ -252,6 +251,29 @@ def test_messages_of_a_given_form(server: Server, seed: int) -> None:
         check_arguments("get_weather", json.loads(shown["content"][0]["text"]))
     else:
         assert shown["content"][0]["text"].startswith("{")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_calls_or_answers_of_a_given_form(server: Server, seed: int) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"sure": {"type": "boolean"}},
+        "required": ["sure"],
+        "additionalProperties": False,
+    }
+    shown = ask_both(server, output_config={"format": {"type": "json_schema", "schema": schema}}, seed=seed)
+    if shown["stop_reason"] == "end_turn":
+        assert set(json.loads(shown["content"][0]["text"])) == {"sure"}
+    elif shown["stop_reason"] == "tool_use":
+        for block in shown["content"]:
+            check_arguments(block["name"], block["input"])
+    form = {"type": "json_schema", "name": "n", "schema": schema}
+    response = respond_both(server, text={"format": form}, seed=seed)
+    for item in response["output"] if response["status"] == "completed" else ():
+        if item["type"] == "message":
+            assert set(json.loads(item["content"][0]["text"])) == {"sure"}
+        else:
+            check_arguments(item["name"], json.loads(item["arguments"]))
 
 
 # Responses ---------------------------------------------------------------------------------------------------------
@@ -348,7 +370,6 @@ def test_responses_of_a_given_form(server: Server, seed: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"tools": None, "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": 5}}}}, "text.format.schema"),
         ({"tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice.type"),

@@ -69,7 +69,7 @@ class Messages:
         params = sampling_params(fields, max_tokens=fields.max_tokens)
         call = GenerationCall(
             prompts=[ChatPrompt(messages=messages)],
-            params=msgspec.structs.replace(params, grammar=_output_grammar(fields, calling)),
+            params=msgspec.structs.replace(params, grammar=_output_grammar(fields)),
             stop=_stop_sequences(fields.stop_sequences),
             model=fields.model,
             stream=bool(fields.stream),
@@ -93,7 +93,7 @@ def _stop_sequences(stops: list[str] | None) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _output_grammar(fields: MessagesBody, calling: ToolCalling) -> Grammar | None:
+def _output_grammar(fields: MessagesBody) -> Grammar | None:
     config = fields.output_config
     if config is not None and config.effort is not None:
         raise InvalidRequestError(
@@ -101,11 +101,6 @@ def _output_grammar(fields: MessagesBody, calling: ToolCalling) -> Grammar | Non
         )
     if config is None or config.format is None:
         return None
-    if calling.is_parsed:
-        raise InvalidRequestError(
-            "output_config.format: an answer of a given form and tools cannot be asked for together.",
-            param="output_config.format",
-        )
     schema = msgspec.json.encode(config.format.schema).decode()
     return Grammar(kind="json_schema", text=schema, param="output_config.format.schema")
 

@@ -52,11 +52,6 @@ class Responses:
         refuse_unsupported(fields)
         check_metadata(fields.metadata or {})
         grammar, tools = format_grammar(fields), tools_of(fields)
-        if grammar is not None and tools is not None and tools.is_offered:
-            raise InvalidRequestError(
-                "text.format: an answer of a given form and tools cannot be asked for together.",
-                param="text.format",
-            )
         conversation = self._conversation(fields)
         system: list[Message] = []
         if fields.instructions:
