@@ -381,6 +381,7 @@ class LLMEngine:
                 await self._nothing_left.wait()
         self._fail_all(ShuttingDownError("The server is shutting down."))
         await self._supervisor.close()
+        self._grammars.close()
 
 
 def _error_classes(base: type[EnginehouseError]) -> list[type[EnginehouseError]]:

@@ -48,6 +48,11 @@ class GrammarChecker:
         if error is not None:
             raise InvalidRequestError(f"{grammar.param}: {error}", param=grammar.param)
 
+    def close(self) -> None:
+        """End the thread after what it is doing. Nothing may be checked afterwards."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
     def _judge(self, key: bytes, grammar: Grammar) -> None:
         if key in self._verdicts:  # somebody else asked while this one was queued
             return
