@@ -29,6 +29,9 @@ from enginehouse.settings import ServerSettings
 if TYPE_CHECKING:
     from enginehouse.engine.llm_engine import LLMEngine
 
+THREAD_ABOVE_TOKENS = 500
+"""Log-probabilities of more tokens are written in a thread: the event loop has other answers to carry."""
+
 _log = structlog.stdlib.get_logger("enginehouse.http")
 
 _STREAM_HEADERS = [
@@ -150,7 +153,10 @@ class GenerationResponse(Response):
         choices = [ChoiceAnswer(index) for index in range(generation.num_choices)]
         async for delta in deltas:
             choices[delta.index].add(delta)
-        body = writer.body(choices, generation.usage)
+        if generation.num_described_tokens > THREAD_ABOVE_TOKENS:
+            body = await asyncio.to_thread(writer.body, choices, generation.usage)
+        else:
+            body = writer.body(choices, generation.usage)
         length = str(len(body)).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", length)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -165,7 +171,7 @@ class GenerationResponse(Response):
                 if not self._started:
                     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
                     self._started = True
-                for frame in writer.frames(delta):
+                for frame in await _frames(writer, delta):
                     await send({"type": "http.response.body", "body": frame, "more_body": True})
             frames = writer.last_frames(generation.usage)
         except EnginehouseError as error:
@@ -190,3 +196,10 @@ class GenerationResponse(Response):
         refused = record.queue_start_s is None or error.status in (429, 503)
         record.outcome = "refused" if refused else "failed"
         record.error_type = error.code or error.type
+
+
+async def _frames(writer: AnswerWriter, delta: Delta) -> Iterable[bytes]:
+    """The frames of one delta. One that brings a long prompt's log-probabilities is written in a thread."""
+    if len(delta.prompt_logprobs or ()) <= THREAD_ABOVE_TOKENS:
+        return writer.frames(delta)
+    return await asyncio.to_thread(lambda: list(writer.frames(delta)))

@@ -124,6 +124,14 @@ class Generation:
         """Choices of all prompts together."""
         return len(self.call.prompts) * self.call.n
 
+    @property
+    def num_described_tokens(self) -> int:
+        """Tokens whose log-probabilities the whole answer says, each time it says them."""
+        num_tokens = self.usage.completion_tokens if self.call.wants_tokens else 0
+        if self.call.params.prompt_logprobs is not None:
+            num_tokens += self.usage.prompt_tokens * self.call.n
+        return num_tokens
+
     async def submit(self) -> None:
         """Admit every prompt or none. Raises what `LLMEngine.submit` raises."""
         call = self.call

@@ -13,7 +13,7 @@ from enginehouse.api.answering import AnswerHead, WriterFactory
 from enginehouse.api.errors import error_object
 from enginehouse.api.generation import ChoiceAnswer, Delta, Generation, GenerationCall, Usage
 from enginehouse.api.json_body import decode
-from enginehouse.api.openai.logprobs import CompletionLogprobs
+from enginehouse.api.openai.logprobs import CompletionLogprobs, EncodedLists, join_lists
 from enginehouse.api.openai.parameters import (
     OpenAIFields,
     TokenId,
@@ -149,7 +149,8 @@ def _make_writer(
 
 
 class Echo:
-    """A prompt that is repeated before its choices. Choices of one prompt share its log-probabilities."""
+    """A prompt that is repeated before its choices. Whatever a long prompt costs is paid once: its choices share
+    its log-probabilities, and the bytes that say them."""
 
     def __init__(
         self, token_ids: list[int], prompt: Prompt, tokenizer: Tokenizer, *, with_logprobs: bool
@@ -157,6 +158,7 @@ class Echo:
         self._token_ids = token_ids
         self._tokenizer = tokenizer
         self._logprobs: list[TokenLogprob | None] | None = None
+        self._encoded: EncodedLists | None = None
         is_text = isinstance(prompt, str) and not with_logprobs
         # With log-probabilities the text is what its tokens say, so that their texts join to it.
         self.text = prompt if is_text and isinstance(prompt, str) else tokenizer.decode(token_ids)
@@ -164,6 +166,12 @@ class Echo:
     def offer(self, logprobs: list[TokenLogprob | None] | None) -> None:
         """Keep the prompt's log-probabilities, if this choice is the one that brought them."""
         self._logprobs = self._logprobs or logprobs
+
+    def encoded(self, num_top: int) -> EncodedLists:
+        """The prompt's part of every choice's log-probabilities, as JSON. Only after a choice has brought them."""
+        if self._encoded is None:
+            self._encoded = CompletionLogprobs(num_top, self._tokenizer).take_encoded(self.tokens())
+        return self._encoded
 
     def tokens(self) -> list[TokenText]:
         """The prompt's tokens. Only after a choice has brought their log-probabilities."""
@@ -213,8 +221,7 @@ class CompletionWriter:
             self._echoed.add(index)
             echo = self._echo(index)
             echo.offer(delta.prompt_logprobs)
-            tokens = [] if self._num_top is None else echo.tokens()
-            yield self._chunk(index, echo.text, tokens)
+            yield self._chunk(index, echo.text, [], with_prompt=True)
         if delta.text or delta.tokens:
             yield self._chunk(index, delta.text, delta.tokens)
         if delta.finished is not None:
@@ -264,11 +271,24 @@ class CompletionWriter:
     def _echoed_text(self, choice: ChoiceAnswer) -> str:
         return choice.text if self._echoes is None else self._echo(choice.index).text + choice.text
 
-    def _logprobs_object(self, choice: ChoiceAnswer) -> dict[str, list[Any]] | None:
+    def _logprobs_object(self, choice: ChoiceAnswer) -> msgspec.Raw | None:
         if self._num_top is None:
             return None
-        prompt = [] if self._echoes is None else self._echo(choice.index).tokens()
-        return CompletionLogprobs(self._num_top, self._tokenizer).take([*prompt, *choice.tokens])
+        own = self._lists_of(choice.index, self._num_top).take_encoded(choice.tokens)
+        return msgspec.Raw(self._after_prompt(choice.index, self._num_top, own))
+
+    def _lists_of(self, index: int, num_top: int) -> CompletionLogprobs:
+        """The choice's own log-probabilities; their offsets go on after the prompt, if that is repeated."""
+        if index not in self._logprobs:
+            offset = 0 if self._echoes is None else len(self._echo(index).text)
+            self._logprobs[index] = CompletionLogprobs(num_top, self._tokenizer, offset=offset)
+        return self._logprobs[index]
+
+    def _after_prompt(self, index: int, num_top: int, own: EncodedLists) -> bytes:
+        """The JSON object of a choice's own lists, after those of the prompt if that is repeated."""
+        return (
+            join_lists(own) if self._echoes is None else join_lists(self._echo(index).encoded(num_top), own)
+        )
 
     def _shared(self) -> dict[str, Any]:
         head = self._head
@@ -280,12 +300,19 @@ class CompletionWriter:
             "system_fingerprint": None,
         }
 
-    def _chunk(self, index: int, text: str, tokens: list[TokenText] | None, reason: bytes = b"null") -> bytes:
+    def _chunk(
+        self,
+        index: int,
+        text: str,
+        tokens: list[TokenText] | None,
+        reason: bytes = b"null",
+        *,
+        with_prompt: bool = False,
+    ) -> bytes:
         logprobs = b"null"
         if self._num_top is not None and tokens is not None:
-            if index not in self._logprobs:
-                self._logprobs[index] = CompletionLogprobs(self._num_top, self._tokenizer)
-            logprobs = encode_json(self._logprobs[index].take(tokens))
+            own = self._lists_of(index, self._num_top).take_encoded(tokens)
+            logprobs = self._after_prompt(index, self._num_top, own) if with_prompt else join_lists(own)
         return b'%b"choices":[{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}]%b' % (
             self._open,
             index,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+import msgspec
+
 from enginehouse.api.token_texts import TokenText
 
 LOWEST_LOGPROB = -9999.0
@@ -44,13 +46,32 @@ def chat_content(tokens: Iterable[TokenText], num_top: int, tokenizer: TokenByte
     return content
 
 
-class CompletionLogprobs:
-    """`choices[].logprobs` of completions: four parallel lists. Owns the running offset of one choice's text."""
+ENCODED_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+EncodedLists = tuple[bytes, ...]
+"""The lists of a completion's log-probabilities as JSON without their brackets, in the order of `ENCODED_LISTS`."""
 
-    def __init__(self, num_top: int, tokenizer: TokenBytes) -> None:
+
+def join_lists(*parts: EncodedLists) -> bytes:
+    """The JSON object with all parts' lists, one after the other."""
+    joined = (b",".join(filter(None, pieces)) for pieces in zip(*parts, strict=True))
+    return b"{%b}" % b",".join(
+        b'"%b":[%b]' % (name.encode(), items) for name, items in zip(ENCODED_LISTS, joined, strict=True)
+    )
+
+
+class CompletionLogprobs:
+    """`choices[].logprobs` of completions: four parallel lists. Owns the running offset of one choice's text,
+    which begins at `offset`, in characters."""
+
+    def __init__(self, num_top: int, tokenizer: TokenBytes, *, offset: int = 0) -> None:
         self._num_top = num_top
         self._tokenizer = tokenizer
-        self._offset = 0
+        self._offset = offset
+
+    def take_encoded(self, tokens: Iterable[TokenText]) -> EncodedLists:
+        """The same as `take`, encoded, to be joined by `join_lists`."""
+        lists = self.take(tokens)
+        return tuple(msgspec.json.encode(lists[name])[1:-1] for name in ENCODED_LISTS)
 
     def take(self, tokens: Iterable[TokenText]) -> dict[str, list[Any]]:
         """The lists for the next tokens. A token without log-probability (the first of the prompt) has nulls."""
