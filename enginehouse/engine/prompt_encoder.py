@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from enginehouse.engine.events import ChatPrompt, Prompt
 from enginehouse.errors import ContextLengthExceededError, InvalidRequestError
@@ -11,6 +13,13 @@ from enginehouse.runtime.tokenizer import Tokenizer
 
 THREAD_ABOVE_CHARS = 2000
 """Longer texts are tokenised in a thread; for shorter ones the hand-over would cost more than the work."""
+MAX_LONG_ENCODES = 4
+"""Texts longer than `THREAD_ABOVE_CHARS` that are tokenised at a time, so that a crowd of them leaves the event loop
+its share of the processor; the others wait."""
+
+_TEXT_KEYS = ("role", "name", "content")
+"""What templates write of a message. Names are counted although some templates leave them out: one that alone would
+fill the context is a mistake."""
 
 
 class PromptEncoder:
@@ -20,6 +29,8 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._chat_template = ChatTemplate.of(tokenizer)
         self._max_context = max_context
+        # A pool and not a semaphore: work whose caller has gone still counts until it is done.
+        self._long_encodes = ThreadPoolExecutor(MAX_LONG_ENCODES, thread_name_prefix="encode")
 
     async def encode(self, prompt: Prompt) -> list[int]:
         """Token ids, at least one, leaving room for at least one more in the context.
@@ -49,14 +60,22 @@ class PromptEncoder:
         at_least = self._tokenizer.min_num_tokens(text)
         if at_least >= self._max_context:
             raise self._too_long(f"at least {at_least}", param="prompt")
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_special=True, parse_special=True)
+        return await self._in_turn(lambda: self._tokenizer.encode(text, add_special=True, parse_special=True))
+
+    async def _in_turn(self, work: Callable[[], list[int]]) -> list[int]:
+        return await asyncio.get_running_loop().run_in_executor(self._long_encodes, work)
 
     async def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
-        contents = [message.get("content") for message in prompt.messages]
-        at_least = sum(self._tokenizer.min_num_tokens(text) for text in contents if isinstance(text, str))
+        if len(prompt.messages) > self._max_context:  # each is marked off by at least one token
+            raise self._too_long(f"at least {len(prompt.messages)}", param="messages")
+        fields = [message.get(key) for message in prompt.messages for key in _TEXT_KEYS]
+        texts = [text for text in fields if isinstance(text, str)]
+        at_least = sum(map(self._tokenizer.min_num_tokens, texts))
         if at_least >= self._max_context:
             raise self._too_long(f"at least {at_least}", param="messages")
-        return await asyncio.to_thread(self._render_and_encode, prompt)
+        if sum(map(len, texts)) <= THREAD_ABOVE_CHARS:
+            return await asyncio.to_thread(self._render_and_encode, prompt)
+        return await self._in_turn(lambda: self._render_and_encode(prompt))
 
     def _render_and_encode(self, prompt: ChatPrompt) -> list[int]:
         if self._chat_template is None:
@@ -73,6 +92,8 @@ class PromptEncoder:
         )
 
     def _check_ids(self, tokens: list[int]) -> list[int]:
+        if len(tokens) >= self._max_context:
+            raise self._too_long(f"{len(tokens)}", param="prompt")
         size = self._tokenizer.vocab_size
         for token in tokens:
             if not 0 <= token < size:
