@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic_settings
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource
 
 from enginehouse.errors import EnginehouseError
@@ -42,6 +51,15 @@ class _Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_booleans_as_numbers(cls, value: object, info: ValidationInfo) -> object:
+        """YAML reads `yes` as true, and pydantic would read true as 1."""
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and kind is not bool:
+            raise PydanticCustomError("no_boolean", "something else than true or false")
+        return value
 
 
 class ServerSettings(_Section):
@@ -281,6 +299,14 @@ class _Sources:
         if error["type"] == "extra_forbidden":
             return f"{where}: unknown setting. {_suggest(root, location)}"
         secret = "api_keys" in location
+        if error["type"] in ("model_type", "model_attributes_type"):
+            known = ", ".join(sorted(_section_at(root, location).model_fields))
+            return (
+                f"{where}: should be a section with names below it ({known}), not {_show(error.get('input'))}"
+            )
+        if error["type"] == "tuple_type":
+            said = "" if secret else f", not {_show(error.get('input'))}"
+            return f"{where}: should be a list, as in [a, b]{said}"
         said = "" if secret or error["type"] == "missing" else f", not {_show(error.get('input'))}"
         message = str(error["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
         return f"{where}: should be {message}{said}"
@@ -291,14 +317,19 @@ def _show(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "…"
 
 
-def _suggest(root: type[BaseModel], location: tuple[str | int, ...]) -> str:
+def _section_at(root: type[BaseModel], location: tuple[str | int, ...]) -> type[BaseModel]:
+    """The innermost section on the way to `location`."""
     section: Any = root
-    for part in location[:-1]:
+    for part in location:
         field = section.model_fields.get(part)
         if field is None or not _is_section(field.annotation):
-            return ""
+            break
         section = field.annotation
-    names = sorted(section.model_fields)
+    return section  # type: ignore[no-any-return]
+
+
+def _suggest(root: type[BaseModel], location: tuple[str | int, ...]) -> str:
+    names = sorted(_section_at(root, location[:-1]).model_fields)
     near = difflib.get_close_matches(str(location[-1]), names, n=1)
     hint = f"Did you mean {near[0]}? " if near else ""
     return f"{hint}Known here: {', '.join(names)}"
@@ -309,6 +340,7 @@ def _is_section(kind: object) -> bool:
 
 
 def _contains(tree: Mapping[str, Any], location: tuple[str | int, ...]) -> bool:
+    """Whether `tree` gives this setting a value; a section around other settings is none."""
     node: Any = tree
     for part in location:
         if not isinstance(node, Mapping):
@@ -316,7 +348,7 @@ def _contains(tree: Mapping[str, Any], location: tuple[str | int, ...]) -> bool:
         if part not in node:
             return False
         node = node[part]
-    return bool(location)
+    return bool(location) and not isinstance(node, Mapping)
 
 
 def _nest(dotted: Mapping[str, object]) -> dict[str, Any]:
@@ -350,7 +382,9 @@ def _read_environment(settings: type[Settings]) -> dict[str, Any]:
     try:
         return dict(EnvSettingsSource(settings)())
     except pydantic_settings.SettingsError as error:
-        raise SettingsError(f"environment: {error}") from error
+        raise SettingsError(
+            f"environment: {error}. Lists are written as JSON there: {ENV_PREFIX}SERVER__API_KEYS='[\"a-key\"]'"
+        ) from error
 
 
 def _is_loopback(host: str) -> bool:

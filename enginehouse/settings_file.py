@@ -73,10 +73,15 @@ def _dotted(location: Location) -> str:
 
 
 def deep_merge(base: Mapping[str, Any], stronger: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `stronger` on top, section by section; neither is changed."""
+    """`base` with the values of `stronger` on top, section by section; neither is changed.
+
+    Where `base` has something else than a section, that stays: it is a mistake to be told, not to be covered.
+    """
     merged = dict(base)
     for key, value in stronger.items():
         below = merged.get(key)
-        both = isinstance(value, Mapping) and isinstance(below, Mapping)
-        merged[key] = deep_merge(below, value) if both else value  # type: ignore[arg-type]
+        if not isinstance(value, Mapping) or below is None:
+            merged[key] = value
+        elif isinstance(below, Mapping):
+            merged[key] = deep_merge(below, value)
     return merged

@@ -71,7 +71,7 @@ def _parse_assignment(text: str) -> tuple[str, object]:
     import yaml
 
     name, found, value = text.partition("=")
-    if not found or not name:
+    if not found or not name.strip() or not value.strip():
         raise OptionError(
             f"--set {text}: expected NAME=VALUE, for example --set engine.batching.max_sequences=16."
         )

@@ -65,6 +65,7 @@ def test_generate_stops_at_a_stop_string(tiny):
         (("generate", "x", "-m", "nonsense:thing"), "nonsense"),
         (("generate", "x", "-m", "/no/such/model"), "/no/such/model"),
         (("generate", "x", "--set", "engine.max_waiting"), "NAME=VALUE"),
+        (("generate", "x", "--set", "log.level="), "NAME=VALUE"),
         (("generate", "x", "--set", "engine.max_wating=3"), "max_waiting"),
         (("generate", "x", "--precision", "int5"), "int8"),
         (("serve", "--config", "/no/such/file.yaml"), "/no/such/file.yaml"),

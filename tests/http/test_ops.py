@@ -171,7 +171,7 @@ def test_wrong_key(guarded: Server, header: str | None) -> None:
 def test_right_key(guarded: Server) -> None:
     for key in ("sesame", "other"):
         client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0)
-        assert [model.id for model in client.models.list()] == [TINY]
+        assert TINY in [model.id for model in client.models.list()]
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="no", max_retries=0).models.list()
 

@@ -61,7 +61,7 @@ def test_a_named_file_replaces_the_one_in_the_directory() -> None:
             "enginehouse.yaml:3: engine.batching.strategy: should be 'one-at-a-time', 'static' or 'continuous'",
         ),
         ("engine:\n  max_queue_wait_s: .nan", "enginehouse.yaml:2: engine.max_queue_wait_s: should be"),
-        ("server: 5", "enginehouse.yaml:1: server: should be a valid dictionary"),
+        ("server: 5", "enginehouse.yaml:1: server: should be a section"),
         ("server:\n  port: 1\n  port: 2", "enginehouse.yaml:3: server.port is set twice"),
         ("server: [", "enginehouse.yaml:1:"),
         ("server:\n\tport: 1", "enginehouse.yaml:2:"),
@@ -155,3 +155,26 @@ def test_settings_page_is_current() -> None:
     assert (ROOT / "docs" / "settings.md").read_text() == settings_page(), (
         "run: python scripts/settings_docs.py"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("server:\n  port: yes\n", r":2: server\.port: should be something else than true or false"),
+        ("engine:\n  num_threads: true\n", r":2: engine\.num_threads: should be something else"),
+        ("server:\n  api_keys: abcdefgh\n", r":2: server\.api_keys: should be a list"),
+        ("engine:\n  batching: static\n", r":2: engine\.batching: should be a section .*strategy"),
+        ("server: 5\n", r":1: server: should be a section .*port"),
+    ],
+)
+def test_values_of_another_kind_are_explained(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "enginehouse.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=message):
+        Settings.load(path, {"server.host": "127.0.0.1", "engine.kernels": "auto"})
+
+
+def test_a_list_in_the_environment_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINEHOUSE_SERVER__API_KEYS", "abcdefgh")
+    with pytest.raises(SettingsError, match="JSON"):
+        Settings.load()
