@@ -244,10 +244,8 @@ class WorkloadManager:
             sequence = self._waiting.peek()
             if sequence is None:
                 return
-            # A family larger than any batch starts alone; whoever finds no place at the fork waits again.
-            if sequence.family_size > places and self._running:
-                return
-            if not self._give_blocks(sequence, now):
+            # One place is enough for a family: whoever finds none at the fork waits for one like anybody else.
+            if not self._give_blocks(sequence, now, places):
                 if self._running:
                     return
                 self._fail_for_memory(sequence)
@@ -258,16 +256,16 @@ class WorkloadManager:
             places -= sequence.family_size
             budget -= self._schedule_chunk(step, sequence, budget)
 
-    def _give_blocks(self, sequence: Sequence, now: float) -> bool:
+    def _give_blocks(self, sequence: Sequence, now: float, places: int) -> bool:
         """Find or reserve blocks for all tokens `sequence` knows. False when they, and one more for each running
-        sequence to grow into, are not there.
+        sequence to grow into, are not there; of its siblings, those count that will find one of `places`.
         """
         cache, num_known = self.kv_cache, sequence.num_known
         missing = sequence.num_prompt_logprobs_missing
         limit = len(sequence.prompt_tokens) - missing - 1 if missing else None
         matched = cache.match_prefix(sequence.tokens, sequence.tenant, sequence.block_hashes, limit)
         num_new = cache.blocks_for(num_known) - len(matched)
-        headroom = len(self._running) + sequence.family_size if self._running else 0
+        headroom = len(self._running) + min(sequence.family_size, places) if self._running else 0
         if cache.num_available_after(matched) < num_new + headroom:
             return False
         sequence.block_table = cache.acquire(matched)
@@ -326,7 +324,7 @@ class WorkloadManager:
                 sibling.state = SequenceState.RUNNING
                 insort(self._running, sibling, key=_by_rank)
             else:
-                self._waiting.requeue(sibling)
+                self._waiting.push(sibling)
         leader.siblings = []
 
     def _learn_prompt(self, sequence: Sequence, logprob: TokenLogprob | SampleError) -> None:

@@ -72,6 +72,8 @@ class SimulatedWorker:
         self.accounts: dict[SequenceId, Account] = {}
         self.hostages: list[int] = []
         self.num_steps = 0
+        self.ends: list[SequenceId] = []
+        """Sequences whose output came to an end, in that order."""
         self._next_id = 0
 
     # --- what clients do ---
@@ -234,6 +236,8 @@ class SimulatedWorker:
             account.cached_tokens, account.started_s = output.cached_tokens, output.started_s
         wants_logprobs = account.params.logprobs is not None
         assert [entry.token for entry in output.logprobs] == (output.tokens if wants_logprobs else [])
+        if output.finish_reason is not None:
+            self.ends.append(output.sequence_id)
         account.num_outputs += 1
         account.tokens += output.tokens
         account.finish_reason, account.stop_token = output.finish_reason, output.stop_token

@@ -271,12 +271,46 @@ def test_a_fork_copies_no_full_block(length: int) -> None:
     assert len({tuple(worker.accounts[id_].tokens) for id_ in ids}) > 1, "each has a seed of its own"
 
 
-def test_a_family_waits_until_all_of_it_has_a_place() -> None:
-    worker = worker_with()
-    (a,) = worker.add([2] * 3, endless(4))
-    family = worker.add([3] * 3, endless(2), n=4)
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: type(order).__name__)
+@pytest.mark.parametrize("n", [2, 4, 30])
+def test_a_large_family_makes_nobody_wait_for_streams_to_end(n: int, order: Order) -> None:
+    """Whatever its size, it begins as soon as one place is free, and so do those behind it."""
+    worker = worker_with(order=order)
+    streams = [worker.add([token] * 3, endless(40), tenant="a")[0] for token in (2, 3)]
     worker.step()
-    assert worker.running == [a]
+    family = worker.add([4] * 3, endless(2), n=n, tenant="b")
+    (after,) = worker.add([5] * 3, endless(2), tenant="c")
+    worker.step()
+    assert {*streams, *family[:2]} == set(worker.running), "it takes the places there are"
+    while not all(worker.accounts[id_].is_closed for id_ in (*family, after)):
+        worker.step()
+        assert not any(worker.accounts[id_].is_closed for id_ in streams)
+    assert_all_finished(worker, *streams, *family, after)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: type(order).__name__)
+def test_siblings_without_a_place_wait_in_the_order_of_the_queue(order: Order) -> None:
+    worker = worker_with(order=order)
+    family = worker.add([4] * 3, endless(2), n=40, tenant="b")
+    worker.step()
+    (after,) = worker.add([5] * 3, endless(2), tenant="c")
+    worker.drain()
+    ends = list(worker.ends)
+    assert_all_finished(worker, *family, after)
+    if isinstance(order, FairShare):
+        assert ends.index(after) < len(family) // 4, "a tenant with one request does not wait for all of them"
+    else:
+        assert ends.index(after) >= len(family) - 4, "first come, first served"
+
+
+def test_a_large_family_asks_for_memory_only_for_those_that_can_run() -> None:
+    worker = worker_with(num_blocks=12)
+    (a,) = worker.add([2] * 3, endless(20))
+    worker.step()
+    family = worker.add([3] * 3, endless(2), n=30)
+    worker.step()
+    assert len(worker.running) == 4
+    assert worker.running[0] == a
     assert_all_finished(worker, a, *family)
 
 
