@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -32,6 +31,7 @@ from enginehouse.api.responses.protocol import Responses
 from enginehouse.api.responses.request import ResponsesBody
 from enginehouse.api.responses.routes import stored_responses_router
 from enginehouse.api.responses.store import ResponseStore
+from enginehouse.api.shutdown import Shutdown, ShutdownMiddleware
 from enginehouse.api.tokenize import tokenize_router
 from enginehouse.errors import EnginehouseError
 from enginehouse.observability.metrics import Metrics
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from enginehouse.engine.llm_engine import LLMEngine
 
 _LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
-_EXPOSED_HEADERS = ("x-request-id", "retry-after")
+_EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after")
 
 
 def create_app(
@@ -67,6 +67,7 @@ def create_app(
     )
 
     encoders = Encoders.of(settings)
+    shutdown = Shutdown(host, encoders)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -75,14 +76,14 @@ def create_app(
         try:
             yield
         finally:
-            await asyncio.gather(host.close(), encoders.close())
+            await shutdown.close()
 
     app = FastAPI(
         title="Enginehouse",
         version=enginehouse.__version__,
         description="An LLM serving system you can run, watch and take apart.",
         lifespan=lifespan,
-        middleware=_middleware(settings),
+        middleware=_middleware(settings, shutdown),
         redirect_slashes=False,
         redoc_url=None,
         telemetry={"tracing": False, "metrics": False, "logs": False},
@@ -90,6 +91,7 @@ def create_app(
     metrics = Metrics(lambda: [*host.snapshots(), *encoders.snapshots()])
     app.state.api = ApiState(host, metrics, settings.server)
     app.state.encoders = encoders
+    app.state.shutdown = shutdown
     install_handlers(app)
     app.include_router(ops.router)
     app.include_router(_models_router(host, encoders))
@@ -183,7 +185,7 @@ def _models_router(host: EngineHost, encoders: Encoders) -> APIRouter:
     return router
 
 
-def _middleware(settings: Settings) -> list[Middleware]:
+def _middleware(settings: Settings, shutdown: Shutdown) -> list[Middleware]:
     """Outermost first."""
     server: ServerSettings = settings.server
     keys = [key.get_secret_value() for key in server.api_keys]
@@ -200,5 +202,6 @@ def _middleware(settings: Settings) -> list[Middleware]:
     ]
     if keys:
         stack.append(Middleware(ApiKeyMiddleware, keys=keys))
+    stack.append(Middleware(ShutdownMiddleware, shutdown=shutdown))
     stack.append(Middleware(BodyLimitMiddleware, max_body_bytes=server.max_body_bytes))
     return stack

@@ -23,7 +23,7 @@ _log = structlog.stdlib.get_logger("enginehouse.models")
 LOADING_RETRY_S = 2.0
 FAILED_RETRY_S = 60.0
 
-HostState = Literal["loading", "ready", "restarting", "failed", "closed"]
+HostState = Literal["loading", "ready", "restarting", "stopping", "failed", "closed"]
 StartEngine = Callable[[EngineConfig, Callable[[str, float], None]], Awaitable["LLMEngine"]]
 
 
@@ -67,6 +67,8 @@ class EngineHost:
         self.created_unix_s = int(time.time())
         self.load_s: float | None = None
         self.stage, self.progress = "start", 0.0
+        self.is_stopping = False
+        """No request is taken any more; those that run may finish."""
         self._config = engine_config(settings)
         self._start_engine = start_engine
         self._on_ready, self._on_failed, self._on_progress = on_ready, on_failed, on_progress
@@ -91,6 +93,8 @@ class EngineHost:
         """What can be said to a client."""
         if self._failure is not None:
             return "failed"
+        if self.is_stopping:
+            return "stopping"
         return "loading" if self._engine is None else self._engine.health().state
 
     @property
