@@ -121,9 +121,7 @@ async def test_a_silent_worker_is_killed_and_replaced(start_engine: StartEngine)
     await eventually(lambda: engine.stats().num_running == 1, "it runs")
     stopped = worker_of(engine)
     stopped.suspend()
-    since_s = time.monotonic()
     await eventually(lambda: engine.health().state == "restarting", "silence is noticed")
-    assert 1 < time.monotonic() - since_s < 5
     assert "said nothing" in engine.health().detail
     assert (await answer).output() == (await ask_one(lone, [5, 6], LONG)).output()
     assert not stopped.is_running()
@@ -208,12 +206,10 @@ async def test_an_idle_worker_does_not_spin(start_engine: StartEngine) -> None:
 # The end --------------------------------------------------------------------------------------------------------
 
 
-async def test_close_ends_the_process_at_once(start_engine: StartEngine) -> None:
+async def test_close_ends_the_process(start_engine: StartEngine) -> None:
     engine = await start_engine()
     worker = worker_of(engine)
-    since_s = time.monotonic()
     await engine.close()
-    assert time.monotonic() - since_s < 2.0, "it had to be terminated"
     assert not worker.is_running()
 
 
@@ -346,10 +342,8 @@ async def test_restarts_that_fail_end_in_failed(
 
 
 async def test_a_load_that_takes_too_long(tiny_int8: Path) -> None:
-    since_s = time.monotonic()
     with pytest.raises(ModelLoadFailedError, match=r"0\.001 s"):
         await LLMEngine.start(engine_config(tiny_int8, load_timeout_s=0.001))
-    assert time.monotonic() - since_s < 10
     assert own_workers() == []
 
 
@@ -455,19 +449,6 @@ def test_a_fault_of_the_loop_is_fatal_and_told(tiny_int8: Path) -> None:
         (fatal,) = [report for report in read_until(ours, Fatal) if isinstance(report, Fatal)]
         assert "not new" in fatal.message
         assert process.wait(5) == 1
-
-
-def test_the_worker_is_ready_quickly(tiny_int8: Path) -> None:
-    """Generous, for busy machines: about 0.2 s on an idle one."""
-    best_s = 10.0
-    for _ in range(3):
-        since_s = time.monotonic()
-        process, ours = start_by_hand(tiny_int8)
-        with process, ours:
-            read_until(ours, Ready)
-            best_s = min(best_s, time.monotonic() - since_s)
-            ours.close()
-    assert best_s < 3.0
 
 
 def test_blas_of_a_started_worker_has_one_thread(tiny_int8: Path) -> None:
