@@ -51,8 +51,14 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
         yield shared
 
 
+def strict(model: Any) -> None:
+    """The answer has every field its type asks for, with the right types."""
+    type(model).model_validate(model.model_dump())
+
+
 def test_anthropic_tool_loop(claude: anthropic.Anthropic) -> None:
     answer = claude.messages.create(**ASK)
+    strict(answer)
     (call,) = answer.content
     assert call.type == "tool_use"
     check_arguments(call.name, call.input)
@@ -93,6 +99,7 @@ def test_anthropic_form(claude: anthropic.Anthropic) -> None:
 
 def test_responses_tool_loop(client: openai.OpenAI) -> None:
     first = client.responses.create(**RESPOND)
+    strict(first)
     (call,) = first.output
     assert call.type == "function_call"
     check_arguments(call.name, json.loads(call.arguments))
@@ -109,8 +116,11 @@ def test_responses_tool_loop(client: openai.OpenAI) -> None:
 
 def test_responses_stream(client: openai.OpenAI) -> None:
     with client.responses.stream(**RESPOND) as stream:
-        pieces = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        events = list(stream)
         final = stream.get_final_response()
+    pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    for event in client.responses.create(stream=True, **RESPOND):
+        strict(event)
     (call,) = final.output
     assert call.type == "function_call"
     assert "".join(pieces) == call.arguments
