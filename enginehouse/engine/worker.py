@@ -5,17 +5,9 @@ It imports numpy, msgspec and the parts of the engine that compute; text, HTTP a
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
-import logging
-import os
-import signal
-import socket
 import sys
 import time
-from types import FrameType
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,7 +18,6 @@ from enginehouse.engine.messages import (
     AbortSequences,
     AddSequence,
     Command,
-    Fatal,
     Heartbeat,
     Loading,
     Preempt,
@@ -43,17 +34,10 @@ from enginehouse.engine.sequence import SampledToken, SampleError
 from enginehouse.engine.step import Outcome, SampleRow, ScheduledStep
 from enginehouse.engine.structured_output_matchers import GrammarMatchers
 from enginehouse.engine.worker_channel import HEARTBEAT_INTERVAL_S, WorkerChannel
+from enginehouse.engine.worker_process import note_each_layer, run_worker
 from enginehouse.engine.workload_manager import WorkloadConfig, WorkloadManager
-from enginehouse.errors import EnginehouseError
 from enginehouse.runtime import ops
 from enginehouse.runtime.packed import open_packed
-
-logger = logging.getLogger("enginehouse.worker")
-
-_FLUSH_S = 2.0
-_SWITCH_INTERVAL_S = 0.0005
-"""How long the step loop may keep the channel's threads waiting for the interpreter; Python's 5 ms are a step."""
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 class ModelWorker:
@@ -67,7 +51,7 @@ class ModelWorker:
         packed = open_packed(config.model_path)
         channel.emit(Loading(progress=0.5))
         operations = ops.load(config.num_threads, config.kernels)
-        _note_each_layer(operations, channel)
+        note_each_layer(operations, channel)
         self._runner = ModelRunner(
             packed,
             operations,
@@ -198,18 +182,6 @@ class ModelWorker:
         return self._grammars.advance(rows, checked)
 
 
-def _note_each_layer(operations: ops.Ops, channel: WorkerChannel) -> None:
-    """Tell the channel of every layer that is done: a step of a large model may take longer than the API process
-    would wait for a sign of life."""
-    attention = operations.attention
-
-    def noted_attention(*arguments: Any) -> None:
-        channel.note_progress()
-        attention(*arguments)
-
-    operations.attention = noted_attention  # type: ignore[method-assign, assignment]
-
-
 def _ended(outcome: Outcome) -> list[SequenceId]:
     ended = [output.sequence_id for output in outcome.outputs if output.finish_reason is not None]
     return ended + [failure.sequence_id for failure in outcome.failed]
@@ -228,40 +200,11 @@ def _batch(step: ScheduledStep) -> Batch:
     return dataclasses.replace(build_batch(chunks), logit_rows=np.array(step.logit_rows, np.int32))
 
 
-def _bind_to_parent() -> None:
-    """On Linux, let the kernel end this process with its parent, even while it is not reading its socket."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            prctl = ctypes.CDLL(None).prctl
-            prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-            prctl(_PR_SET_NAME, b"enginehouse-wkr", 0, 0, 0)
-
-
-def _terminate(_signal: int, _frame: FrameType | None) -> None:
-    raise SystemExit(0)
-
-
 def main(arguments: list[str]) -> int:
-    """Exit code 0 after `Shutdown`, SIGTERM or the end of the API process; 1 after a fault, which is reported."""
-    _bind_to_parent()
-    # The terminal sends Ctrl-C to the whole process group; the API process decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _terminate)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    """See `run_worker` for the exit codes."""
     np.seterr(all="ignore")  # infinities are part of sampling; NaN is looked for where it matters
     config = msgspec.json.decode(arguments[1], type=WorkerConfig)
-    channel = WorkerChannel(socket.socket(fileno=int(arguments[0])), on_disconnect=lambda: os._exit(0))
-    try:
-        ModelWorker(config, channel).run()
-    except Exception as error:  # the outermost loop: say what happened, then end
-        logger.exception("the worker cannot go on")
-        code = error.code if isinstance(error, EnginehouseError) else None
-        channel.emit(Fatal(code=code or "internal_error", message=str(error) or type(error).__name__))
-        channel.flush(_FLUSH_S)
-        return 1
-    channel.flush(_FLUSH_S)
-    return 0
+    return run_worker(int(arguments[0]), lambda channel: ModelWorker(config, channel).run())
 
 
 if __name__ == "__main__":
