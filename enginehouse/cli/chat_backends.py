@@ -97,6 +97,7 @@ async def open_local(settings: Settings, options: Options) -> ChatBackend:
 
 async def open_server(url: str, api_key: str | None, options: Options) -> ChatBackend:
     """Ask the server for its first model. Raises `ServerError` when it cannot be reached."""
+    url = url if "://" in url else f"http://{url}"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx2.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
     client = httpx2.AsyncClient(

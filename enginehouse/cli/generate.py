@@ -55,7 +55,8 @@ def generate(
         engine__max_context=max_context,
     )
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    params.check(vocab_size=0)  # none of these options names a token
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     asyncio.run(_generate(settings, text, params, tuple(stop or ()), chat=chat, as_json=as_json))
 
 

@@ -90,9 +90,11 @@ def _id_from(source: str) -> str:
 
 def _serve(settings: Settings) -> None:
     from enginehouse import __version__
+    from enginehouse.api.engine_host import engine_config
     from enginehouse.api.server import serve as run_server
     from enginehouse.cli.progress import stage_bars
 
+    engine_config(settings).check()  # numbers that do not fit together, before anything is started
     with ExitStack() as bars:
         on_progress = bars.enter_context(stage_bars())
         url = ""

@@ -45,7 +45,7 @@ def test_help_and_version():
 def test_generate_writes_only_the_text_to_standard_output(tiny):
     plain = run("generate", "The cat", "-m", tiny, "-n", "6")
     assert plain.returncode == 0, plain.stderr
-    as_json = run("generate", "-", "-m", tiny, "-n", "6", "--json", stdin="The cat")
+    as_json = run("generate", "-", "-m", tiny, "-n", "6", "--json", stdin="The cat\n")
     result = json.loads(as_json.stdout)
     assert result["text"] == plain.stdout.removesuffix("\n")
     assert result["output_tokens"] == 6
@@ -68,9 +68,13 @@ def test_generate_stops_at_a_stop_string(tiny):
         (("generate", "x", "--set", "log.level="), "NAME=VALUE"),
         (("generate", "x", "--set", "engine.max_wating=3"), "max_waiting"),
         (("generate", "x", "--precision", "int5"), "int8"),
+        (("generate", "x", "-t", "9"), "temperature"),
+        (("generate", "x", "-n", "-3"), "max_tokens"),
+        (("serve", "--set", "engine.batching.token_budget=1"), "token_budget"),
         (("serve", "--config", "/no/such/file.yaml"), "/no/such/file.yaml"),
         (("serve", "--host", "0.0.0.0"), "--insecure"),
         (("chat", "--url", "http://127.0.0.1:9"), "enginehouse serve"),
+        (("chat", "--url", "127.0.0.1:9"), "enginehouse serve"),
     ],
 )
 def test_a_mistake_gets_one_clear_message_and_no_traceback(args, message):
