@@ -115,8 +115,9 @@ class Choice:
         )
 
     def _stop_reason(self, output: SequenceOutput) -> int | None:
-        is_listed = output.stop_token in self.params.stop_token_ids
-        return output.stop_token if is_listed else None
+        if output.stop_token is None or output.stop_token not in self.params.stop_token_ids:
+            return None
+        return output.stop_token
 
     def _finish(self, reason: FinishReason, stop_reason: int | str | None, now_s: float) -> Finished:
         self.is_finished = True

@@ -115,12 +115,13 @@ class Sampler:
         if row.output_tokens and (params.frequency_penalty or params.presence_penalty):
             seen, counts = np.unique(np.asarray(row.output_tokens, dtype=np.intp), return_counts=True)
             scores[seen] -= (params.frequency_penalty * counts + params.presence_penalty).astype(np.float32)
-        for token, bias in params.logit_bias.items():
-            scores[token] += bias
+        if params.logit_bias:
+            tokens, biases = params.bias_rows
+            scores[tokens] += biases
         if row.banned is not None:
             np.copyto(scores, -np.inf, where=row.banned)
         elif len(row.output_tokens) < params.min_tokens:
-            scores[list(params.end_token_ids)] = -np.inf
+            scores[params.end_token_rows] = -np.inf
         return scores
 
     # Drawing --------------------------------------------------------------------------------------------------

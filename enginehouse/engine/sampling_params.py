@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from enginehouse.engine.structured_output import Grammar
 from enginehouse.errors import InvalidRequestError
 
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+MAX_STOP_TOKEN_IDS = 1024
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """Token-level parameters of one request. They cross to the worker; stop *strings* do not (text stays in
     the API process).
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 mean no cut. `seed` None draws a fresh one per request.
     `logprobs` n asks for the chosen token's log-probability and the n best; `prompt_logprobs` the same for the
     prompt. `eos_token_ids` end the output unless `ignore_eos`; `stop_token_ids` end it always.
+
+    What every step needs to know of the long fields is derived once, where it is first asked for, and kept.
     """
 
     max_tokens: int = 16
@@ -45,10 +52,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Whether the best token is taken without drawing."""
         return self.temperature == 0.0
 
-    @property
-    def end_token_ids(self) -> tuple[int, ...]:
+    @cached_property
+    def end_token_ids(self) -> frozenset[int]:
         """Tokens that end the output once it has `min_tokens`."""
-        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids + self.eos_token_ids
+        return frozenset(self.stop_token_ids if self.ignore_eos else self.stop_token_ids + self.eos_token_ids)
+
+    @cached_property
+    def end_token_rows(self) -> npt.NDArray[np.intp]:
+        """`end_token_ids` as indices into a row of logits [num_end_tokens]."""
+        return np.array(sorted(self.end_token_ids), dtype=np.intp)
+
+    @cached_property
+    def bias_rows(self) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float32]]:
+        """`logit_bias` as indices into a row of logits and what to add there, both [num_biases]."""
+        tokens = np.array(list(self.logit_bias), dtype=np.intp)
+        return tokens, np.array(list(self.logit_bias.values()), dtype=np.float32)
 
     def check(self, vocab_size: int) -> None:
         """Raise `InvalidRequestError` naming the first field that is out of range."""
@@ -67,9 +85,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             count = getattr(self, name)
             if count is not None:
                 _check_range(name, count, 0, MAX_LOGPROBS)
+        _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIASES)
         for token, bias in self.logit_bias.items():
             _check_range("logit_bias", bias, -100.0, 100.0)
             _check_token("logit_bias", token, vocab_size)
+        _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         for token in self.stop_token_ids:
             _check_token("stop_token_ids", token, vocab_size)
         if self.grammar is not None:
@@ -82,6 +102,11 @@ def _check_range(name: str, value: float, low: float, high: float | None, *, low
         upper = f" and at most {high}" if high is not None else ""
         lower = f"greater than {low}" if low_open else f"at least {low}"
         raise InvalidRequestError(f"{name} must be {lower}{upper}, not {value}.", param=name)
+
+
+def _check_count(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidRequestError(f"{name} may have at most {most} entries, not {count}.", param=name)
 
 
 def _check_token(name: str, token: int, vocab_size: int) -> None:

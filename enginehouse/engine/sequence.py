@@ -222,7 +222,7 @@ def check_finish(sequence: Sequence, max_known: int) -> Finish | None:
     params, output = sequence.params, sequence.output_tokens
     if output and len(output) > params.min_tokens:
         token = output[-1]
-        if token in params.stop_token_ids or (not params.ignore_eos and token in params.eos_token_ids):
+        if token in params.end_token_ids:
             return Finish("stop", token)
     if len(output) >= params.max_tokens or len(sequence.tokens) >= max_known:
         return Finish("length")

@@ -162,7 +162,7 @@ async def test_a_fault_in_turning_tokens_into_text_stays_with_its_request(
     push = StopStringChecker.push
 
     def broken_push(self: StopStringChecker, text: str) -> tuple[str, str | None]:
-        if self._children[0].get("\x00"):
+        if self._stops.next(0, "\x00"):
             raise KeyError("on purpose")
         return push(self, text)
 
@@ -266,6 +266,8 @@ async def test_stop_strings_are_built_once_for_all_choices(
         ("x", {"temperature": float("nan")}, {}, "temperature"),
         ("x", {"top_p": 0.0}, {}, "top_p"),
         ("x", {"logit_bias": {320: 1.0}}, {}, "logit_bias"),
+        ("x", {"logit_bias": dict.fromkeys(range(1025), 1.0)}, {}, "logit_bias"),
+        ("x", {"stop_token_ids": (5,) * 1025}, {}, "stop_token_ids"),
         ("x", {"seed": 2**63}, {}, "seed"),
         ("x", {}, {"n": 0}, "n"),
         ("x", {}, {"stop": ("ok", "")}, "stop"),
