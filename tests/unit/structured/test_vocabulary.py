@@ -12,7 +12,7 @@ import pytest
 from enginehouse.engine.detokenizer import Detokenizer
 from enginehouse.engine.messages import AddSequence, SequenceId
 from enginehouse.engine.sampling_params import SamplingParams
-from enginehouse.engine.sequence import SampledToken, Sequence
+from enginehouse.engine.sequence import SampledToken, SampleError, Sequence
 from enginehouse.engine.step import SampleRow
 from enginehouse.engine.structured_output import Grammar
 from enginehouse.engine.structured_output_matchers import GrammarMatchers
@@ -99,3 +99,24 @@ def walk(
         if sample.ends:
             break
     return "".join([*pieces, detokenizer.flush()])
+
+
+def test_a_mistake_fails_its_row_alone(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, directory=DATA / "smollm")
+    matchers = GrammarMatchers(str(tmp_path), Tokenizer.load(tmp_path).vocab_size, lambda: None)
+    sequences = []
+    for number in range(3):
+        params = SamplingParams(grammar=Grammar(kind="regex", text="a+") if number else None)
+        message = AddSequence(sequence_id=SequenceId(number), prompt_tokens=[5], params=params)
+        sequences.append(Sequence.from_message(message, 0.0))
+        if number:
+            matchers.prepare(message)
+            while not matchers.take_ready():
+                pass
+    sequences[1].append(7)  # which its matcher was not told
+    matchers.start([SampleRow(sequence, 0) for sequence in sequences])
+    masks = matchers.masks()
+    assert masks is not None
+    assert masks[0] is None
+    assert isinstance(masks[1], SampleError)
+    assert isinstance(masks[2], np.ndarray)
