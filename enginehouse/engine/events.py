@@ -25,6 +25,8 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     template_kwargs: dict[str, Any] = {}
+    param: str = "messages"
+    """The request's field that the messages came from, which errors name."""
 
 
 Prompt = str | list[int] | ChatPrompt

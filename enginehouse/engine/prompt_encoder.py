@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from enginehouse.engine.events import ChatPrompt, Prompt
-from enginehouse.errors import ContextLengthExceededError, InvalidRequestError
+from enginehouse.errors import ContextLengthExceededError, InvalidRequestError, TemplateError
 from enginehouse.runtime.chat_template import ChatTemplate
 from enginehouse.runtime.tokenizer import Tokenizer
 
@@ -49,9 +49,8 @@ class PromptEncoder:
         if not tokens:
             raise InvalidRequestError("The prompt is empty: there is no token to start from.", param="prompt")
         if len(tokens) >= self._max_context:
-            raise self._too_long(
-                f"{len(tokens)}", param="messages" if isinstance(prompt, ChatPrompt) else "prompt"
-            )
+            param = prompt.param if isinstance(prompt, ChatPrompt) else "prompt"
+            raise self._too_long(f"{len(tokens)}", param=param)
         return tokens
 
     async def _encode_text(self, text: str) -> list[int]:
@@ -67,12 +66,12 @@ class PromptEncoder:
 
     async def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
         if len(prompt.messages) > self._max_context:  # each is marked off by at least one token
-            raise self._too_long(f"at least {len(prompt.messages)}", param="messages")
+            raise self._too_long(f"at least {len(prompt.messages)}", param=prompt.param)
         fields = [message.get(key) for message in prompt.messages for key in _TEXT_KEYS]
         texts = [text for text in fields if isinstance(text, str)]
         at_least = sum(map(self._tokenizer.min_num_tokens, texts))
         if at_least >= self._max_context:
-            raise self._too_long(f"at least {at_least}", param="messages")
+            raise self._too_long(f"at least {at_least}", param=prompt.param)
         if sum(map(len, texts)) <= THREAD_ABOVE_CHARS:
             return await asyncio.to_thread(self._render_and_encode, prompt)
         return await self._in_turn(lambda: self._render_and_encode(prompt))
@@ -81,15 +80,20 @@ class PromptEncoder:
         if self._chat_template is None:
             raise InvalidRequestError(
                 "This model has no chat template; send a completion with the whole prompt instead.",
-                param="messages",
+                param=prompt.param,
             )
-        return self._chat_template.encode(
-            self._tokenizer,
-            prompt.messages,
-            tools=prompt.tools,
-            add_generation_prompt=prompt.add_generation_prompt,
-            **prompt.template_kwargs,
-        )
+        try:
+            return self._chat_template.encode(
+                self._tokenizer,
+                prompt.messages,
+                tools=prompt.tools,
+                add_generation_prompt=prompt.add_generation_prompt,
+                **prompt.template_kwargs,
+            )
+        except TemplateError as error:
+            if error.param == "messages":  # the template's own word for them
+                error.param = prompt.param
+            raise
 
     def _check_ids(self, tokens: list[int]) -> list[int]:
         if len(tokens) >= self._max_context:

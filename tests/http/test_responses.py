@@ -270,7 +270,10 @@ def test_refusals(server: Server, fields: dict[str, Any], param: str | None) -> 
 
 def test_other_refusals(server: Server) -> None:
     long = server.post(PATH, {**BODY, "input": "z" * 5000, "stream": True})
-    check_error(long, 400, "messages", "context_length_exceeded")
+    check_error(long, 400, "input", "context_length_exceeded")
+    tools = [{"type": "function", "name": "f", "description": "z" * 5000}]
+    with_tools = server.post(PATH, {**BODY, "tools": tools})
+    check_error(with_tools, 400, "input", "context_length_exceeded")
     check_error(server.post(PATH, {**BODY, "model": "gpt-17"}), 404, "model", "model_not_found")
     check_error(server.get(f"{PATH}/resp_none"), 404, None, "response_not_found")
     shown = respond(server)

@@ -60,7 +60,7 @@ class Responses:
         calling = ToolCalling(messages, tools)
         params = sampling_params(fields, max_tokens=fields.max_output_tokens or UNTIL_CONTEXT_END)
         call = GenerationCall(
-            prompts=[ChatPrompt(messages=messages)],
+            prompts=[ChatPrompt(messages=messages, param="input")],
             params=msgspec.structs.replace(params, grammar=grammar),
             stop=stop_strings(fields.stop),
             model=fields.model,

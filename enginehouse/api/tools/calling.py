@@ -67,7 +67,10 @@ class ToolCalling:
         fmt = self._format = choose_format(engine.tokenizer.chat_template, settings.tool_format)
         tools = self.tools if self.is_parsed else None
         functions = tools.functions if tools is not None else ()
-        prompt = ChatPrompt(
+        (given,) = call.prompts
+        assert isinstance(given, ChatPrompt)
+        prompt = msgspec.structs.replace(
+            given,
             messages=adapt_messages(self._messages, fmt, functions),
             tools=template_tools(functions) if functions and fmt.in_template else None,
         )
