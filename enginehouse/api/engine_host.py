@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Literal
 import structlog
 
 from enginehouse.engine.engine_config import BatchingConfig, EngineConfig
-from enginehouse.errors import EnginehouseError, ModelLoadFailedError, ModelLoadingError, ModelNotFoundError
+from enginehouse.errors import (
+    EnginehouseError,
+    InvalidRequestError,
+    ModelLoadFailedError,
+    ModelLoadingError,
+    ModelNotFoundError,
+)
 from enginehouse.observability.metrics import ModelSnapshot
 from enginehouse.settings import Settings
 
@@ -35,6 +41,15 @@ def engine_config(settings: Settings) -> EngineConfig:
     return EngineConfig(
         source=model.source, model_id=model.id, precision=model.precision, batching=batching, **fields
     )
+
+
+def encoder_ids(settings: Settings) -> frozenset[str]:
+    """Ids of the models beside the served one, which give vectors or scores."""
+    sections = (
+        (settings.embedding.id, settings.embedding.enabled),
+        (settings.rerank.id, settings.rerank.source is not None),
+    )
+    return frozenset(model_id for model_id, is_there in sections if is_there)
 
 
 async def start_llm_engine(config: EngineConfig, on_progress: OnProgress) -> LLMEngine:
@@ -64,6 +79,7 @@ class EngineHost:
         self.model_settings = settings.model
         self.model_id = settings.model.id
         self.source = settings.model.source
+        self._encoder_ids = encoder_ids(settings)
         self.created_unix_s = int(time.time())
         self.load_s: float | None = None
         self.stage, self.progress = "start", 0.0
@@ -110,7 +126,14 @@ class EngineHost:
         return "" if self._engine is None else self._engine.health().detail
 
     def check_model(self, model: str | None) -> None:
-        """Raise `ModelNotFoundError` unless `model` is served here; None means the default."""
+        """Raise `ModelNotFoundError` unless `model` is served here, `InvalidRequestError` for one of the encoders;
+        None means the default."""
+        if model is not None and model in self._encoder_ids:
+            raise InvalidRequestError(
+                f"The model '{model}' is an encoder and generates no text. This server generates with "
+                f"'{self.model_id}'.",
+                param="model",
+            )
         if model is not None and model != self.model_id:
             shown = model if len(model) <= 100 else model[:100] + "…"
             raise ModelNotFoundError(

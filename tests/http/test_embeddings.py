@@ -180,6 +180,15 @@ def test_unknown_models(encoders: Server) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
+@pytest.mark.parametrize("model", [EMBEDDER, RERANKER])
+def test_encoders_do_not_chat(encoders: Server, model: str) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], "model": model}
+    for path, body in (("/v1/chat/completions", chat), ("/v1/completions", {"prompt": "a", "model": model})):
+        answer = encoders.post(path, body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+        assert "generates no text" in answer.json()["error"]["message"]
+
+
 def test_records_and_metrics(encoders: Server) -> None:
     labels = {"model": EMBEDDER, "route": "/v1/embeddings"}
     finished = encoders.metric("enginehouse_requests_total", status="200", **labels)
@@ -204,7 +213,7 @@ def test_a_leaving_client_frees_the_queue(encoders: Server) -> None:
     worker.send_signal(signal.SIGSTOP)
     try:
         connection = RawConnection(encoders)
-        head = f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/embeddings HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         connection.socket.sendall(head.encode() + body)
         wait_for(lambda: encoders.metric("enginehouse_waiting_sequences", model=EMBEDDER) == 100 * len(TEXTS))
         connection.close()

@@ -371,7 +371,7 @@ async def test_progress_is_told(tiny_int8: Path) -> None:
 
 
 def test_the_worker_imports_nothing_that_reads_models_or_speaks_http() -> None:
-    code = "import sys, enginehouse.engine.worker; print(*sys.modules)"
+    code = "import sys, enginehouse.engine.worker, enginehouse.engine.encoder_worker; print(*sys.modules)"
     modules = set(
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True

