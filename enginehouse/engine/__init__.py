@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from enginehouse.engine.llm_engine import LLMEngine
     from enginehouse.engine.request_stream import RequestStream
     from enginehouse.engine.sampling_params import SamplingParams
+    from enginehouse.engine.structured_output import Grammar
 
 __all__ = [
     "UNTIL_CONTEXT_END",
@@ -33,6 +34,7 @@ __all__ = [
     "EngineHealth",
     "Event",
     "Finished",
+    "Grammar",
     "LLMEngine",
     "Prompt",
     "RequestStream",
@@ -45,6 +47,7 @@ __all__ = [
 _MODULE_OF = {
     "BatchingConfig": "engine_config",
     "EngineConfig": "engine_config",
+    "Grammar": "structured_output",
     "LLMEngine": "llm_engine",
     "RequestStream": "request_stream",
     "SamplingParams": "sampling_params",
