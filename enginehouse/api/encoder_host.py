@@ -36,6 +36,10 @@ OnProgress = Callable[[str, float], None]
 StartEncoder = Callable[[EncoderEngineConfig, OnProgress], Awaitable["EncoderEngine"]]
 
 _WORDS: dict[EncoderTask, str] = {"embed": "embeddings", "rerank": "reranking"}
+_HINTS: dict[EncoderTask, str] = {
+    "embed": "embedding.enabled switches it on",
+    "rerank": "rerank.source names one",
+}
 _SECTIONS: dict[EncoderTask, str] = {"embed": "embedding", "rerank": "rerank"}
 
 
@@ -219,7 +223,10 @@ class Encoders:
             if source is None:
                 continue
             if section.id in taken:
-                raise SettingsError(f"{_SECTIONS[task]}.id: {section.id!r} is {taken[section.id]} already")
+                raise SettingsError(
+                    f"{_SECTIONS[task]}.id: {section.id!r} is {taken[section.id]} already; each of the models that are "
+                    "served side by side needs an id of its own"
+                )
             taken[section.id] = f"{_SECTIONS[task]}.id"
             hosts[task] = EncoderHost(task, section, source, start)
         eager = frozenset(task for task, section, _ in wanted if task in hosts and not section.lazy)
@@ -247,7 +254,7 @@ class Encoders:
         if host is not None and model in (None, host.model_id):
             return host
         here = (
-            f"No model for {_WORDS[task]} is configured; {_SECTIONS[task]}.source names one."
+            f"This server has no model for {_WORDS[task]}; {_HINTS[task]}."
             if host is None
             else f"This server has '{host.model_id}' for {_WORDS[task]}."
         )

@@ -92,7 +92,8 @@ class EncodingResponse(Response):
             await until_disconnect(receive, self._answer(call, scope, receive, send))
         except EnginehouseError as error:
             record.status, record.error_type = error.status, error.code or error.type
-            record.outcome = "refused" if record.queue_start_s is None else "failed"
+            was_refused = record.queue_start_s is None or error.status in (429, 503)
+            record.outcome = "refused" if was_refused else "failed"
             raise
         except (ClientGoneError, asyncio.CancelledError):
             record.status, record.outcome, record.error_type = CLIENT_GONE_STATUS, "cancelled", "client_gone"

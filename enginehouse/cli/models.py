@@ -12,6 +12,7 @@ from enginehouse.cli.progress import stage_bars
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from enginehouse.runtime.config import EncoderConfig
     from enginehouse.runtime.weights.inventory import CachedModel, PackedCopy
 
 app = typer.Typer(help="Fetch, list and remove models.", no_args_is_help=True)
@@ -53,7 +54,14 @@ def pull(
         return
     typer.echo(f"{prepared.source}\n  weights  {prepared.source_path}")
     typer.echo(f"  packed   {prepared.path} ({format_bytes(prepared.packed_bytes)})")
-    typer.echo(f"Ready: enginehouse serve {model}")
+    typer.echo(f"Ready: enginehouse serve {_how_to_serve(model, prepared.config.encoder)}")
+
+
+def _how_to_serve(model: str, encoder: EncoderConfig | None) -> str:
+    if encoder is None:
+        return model
+    section = "embedding" if encoder.head == "none" else "rerank"
+    return f"--set {section}.source={model}"
 
 
 @app.command("list")

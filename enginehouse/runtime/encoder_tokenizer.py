@@ -17,6 +17,7 @@ from enginehouse.runtime.tokenizer import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
+    from tokenizers import Tokenizer as Backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,7 @@ class EncoderTokenizer:
         self._backend = Backend.from_buffer(document)
         self._backend.no_truncation()
         self._backend.no_padding()
-        if self._backend.get_vocab_size() > config.vocab_size:
-            raise CorruptModelError(
-                f"the tokenizer has {self._backend.get_vocab_size()} tokens, the model {config.vocab_size}"
-            )
+        _check_vocabulary(self._backend, config.vocab_size, "the stored tokenizer")
         self._num_types = encoder.num_token_types
         self._lowercase = encoder.lowercase
         self.vocab_size = config.vocab_size
@@ -130,6 +128,13 @@ def _shares(first: int, second: int, room: int) -> tuple[int, int]:
     return ((room + 1) // 2, room // 2) if first >= second else (room // 2, (room + 1) // 2)
 
 
+def _check_vocabulary(backend: Backend, vocab_size: int, name: str) -> None:
+    """No text may become an id that the model has no embedding for: that would end the worker."""
+    num_ids = max(backend.get_vocab().values(), default=-1) + 1
+    if num_ids > vocab_size:
+        raise CorruptModelError(f"{name} has {num_ids} tokens, the model {vocab_size}")
+
+
 def write_encoder_tokenizer(directory: Path, out_dir: Path, *, vocab_size: int) -> None:
     """Store the tokenizer.json of a checkpoint directory in `out_dir`, without its truncation and padding.
 
@@ -150,6 +155,5 @@ def write_encoder_tokenizer(directory: Path, out_dir: Path, *, vocab_size: int) 
         ) from None
     except (ValueError, TypeError, RecursionError) as error:
         raise CorruptModelError(f"{path} is damaged: {error}") from error
-    if backend.get_vocab_size() > vocab_size:
-        raise CorruptModelError(f"{path} has {backend.get_vocab_size()} tokens, the model {vocab_size}")
+    _check_vocabulary(backend, vocab_size, str(path))
     (out_dir / TOKENIZER_FILE).write_bytes(encoded)

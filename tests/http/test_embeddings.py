@@ -21,7 +21,14 @@ import pytest
 
 from enginehouse.api.encoder_host import EncoderHost, Encoders
 from enginehouse.engine.encoder_config import EncoderEngineConfig
-from enginehouse.errors import ModelLoadFailedError, ModelLoadingError, SourceError
+from enginehouse.errors import (
+    InvalidRequestError,
+    ModelLoadFailedError,
+    ModelLoadingError,
+    ModelNotFoundError,
+    ShuttingDownError,
+    SourceError,
+)
 from enginehouse.settings import EmbeddingSettings, RerankSettings, Settings, SettingsError
 from tests.http.conftest import TINY, tiny_overrides
 from tests.http.serving import Server
@@ -345,6 +352,38 @@ def test_settings_that_clash_or_switch_off() -> None:
     assert off.hosts == {}
     eager = Encoders.of(Settings(embedding=EmbeddingSettings(lazy=False)))
     assert eager.eager == {"embed"}
+
+
+def test_what_is_not_served_says_how_it_would_be() -> None:
+    off = Encoders.of(Settings(embedding=EmbeddingSettings(enabled=False)))
+    for model in (None, "x"):
+        with pytest.raises(ModelNotFoundError, match=r"embedding\.enabled"):
+            off.host_for("embed", model)
+        with pytest.raises(ModelNotFoundError, match=r"rerank\.source"):
+            off.host_for("rerank", model)
+    with pytest.raises(InvalidRequestError, match="not made for reranking"):
+        off.host_for("rerank", "smollm2")
+
+
+async def test_an_eager_encoder_loads_without_being_asked_and_a_load_can_be_closed() -> None:
+    started: list[str] = []
+    gate = asyncio.Event()
+
+    async def start(config: EncoderEngineConfig, _progress: Any) -> Any:
+        started.append(config.model_id)
+        await gate.wait()
+
+    settings = Settings(embedding=EmbeddingSettings(lazy=False), rerank=RerankSettings(source="y"))
+    encoders = Encoders.of(settings, start)
+    encoders.start()
+    await asyncio.sleep(0)
+    assert started == ["all-minilm-l6-v2"]
+    assert [host.state for host in encoders.hosts.values()] == ["loading", "unloaded"]
+    waiting = asyncio.create_task(encoders.hosts["embed"].engine())
+    await asyncio.sleep(0)
+    await encoders.close()
+    with pytest.raises(ShuttingDownError):
+        await waiting
 
 
 async def test_a_failed_load_is_said_and_not_repeated_at_once() -> None:
