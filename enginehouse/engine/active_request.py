@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from enginehouse.engine.detokenizer import Detokenizer
 from enginehouse.engine.events import Event, Finished, Started, Timing, TokenEvent
 from enginehouse.engine.messages import AddSequence, FinishReason, SequenceId, SequenceOutput, TokenLogprob
@@ -35,8 +37,6 @@ class Choice:
         self.params = params
         self.output_tokens: list[int] = []
         self.is_finished = False
-        self.num_crashes = 0
-        """Worker deaths while this sequence was in the worker."""
         self._num_prompt_tokens = num_prompt_tokens
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
@@ -146,29 +146,40 @@ class ActiveRequest:
     priority: int
     deadline_s: float | None
     choices: list[Choice] = field(default_factory=list)
+    num_crashes: int = 0
+    """Worker deaths while it was in the worker, since its last token."""
+
+    @property
+    def is_started(self) -> bool:
+        """Whether any of its choices began."""
+        return any(choice.is_started for choice in self.choices)
 
     @property
     def unfinished(self) -> list[Choice]:
         """Choices the worker still owes output for."""
         return [choice for choice in self.choices if not choice.is_finished]
 
-    def first_message(self) -> AddSequence:
+    def first_message(self, max_new_tokens: int | None = None) -> AddSequence:
         """The message that starts all choices at once: the prompt is computed once and forked."""
         first, *siblings = self.choices
-        return self._message(first, [choice.sequence_id for choice in siblings])
+        return self._message(first, [choice.sequence_id for choice in siblings], max_new_tokens)
 
-    def resume_messages(self) -> list[AddSequence]:
-        """Messages that let a new worker go on where the last one ended."""
+    def resume_messages(self, max_new_tokens: int | None = None) -> list[AddSequence]:
+        """Messages that let a new worker go on where the last one ended, for at most `max_new_tokens` each."""
         if all(not choice.is_started and not choice.is_finished for choice in self.choices):
-            return [self.first_message()]
-        return [self._message(choice, []) for choice in self.unfinished]
+            return [self.first_message(max_new_tokens)]
+        return [self._message(choice, [], max_new_tokens) for choice in self.unfinished]
 
-    def _message(self, choice: Choice, siblings: list[SequenceId]) -> AddSequence:
+    def _message(self, choice: Choice, siblings: list[SequenceId], max_new_tokens: int | None) -> AddSequence:
+        params = choice.params
+        if max_new_tokens is not None:
+            max_tokens = min(params.max_tokens, len(choice.output_tokens) + max_new_tokens)
+            params = msgspec.structs.replace(params, max_tokens=max_tokens)
         return AddSequence(
             sequence_id=choice.sequence_id,
             prompt_tokens=self.stream.prompt_token_ids,
             output_tokens=choice.output_tokens,
-            params=choice.params,
+            params=params,
             sibling_ids=siblings,
             tenant=self.tenant,
             priority=self.priority,

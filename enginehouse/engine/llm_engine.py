@@ -15,6 +15,7 @@ import msgspec
 
 from enginehouse.engine.active_request import ActiveRequest, Choice
 from enginehouse.engine.admission import Admission
+from enginehouse.engine.crash_trials import CrashTrials
 from enginehouse.engine.detokenizer import Detokenizer
 from enginehouse.engine.engine_config import EngineConfig
 from enginehouse.engine.engine_loading import LoadedModel, load_model_in_background, plan_worker
@@ -55,9 +56,6 @@ logger = logging.getLogger(__name__)
 
 _TEXT_FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
-MAX_CRASHES = 2
-"""Worker deaths a sequence may be part of before it is failed instead of resumed."""
-
 OnProgress = Callable[[str, float], None]
 """Called with what is being done ("download", "pack", "load") and how far it is, 0 to 1."""
 
@@ -78,9 +76,11 @@ class LLMEngine:
         """Tokens of prompt and output that fit."""
         self._encoder = PromptEncoder(model.tokenizer, model.max_context)
         self._grammars = GrammarChecker()
-        self._admission = Admission(config.batching.build().max_sequences, config.max_waiting, time.monotonic)
+        max_sequences = config.batching.build().max_sequences
+        self._admission = Admission(max_sequences, config.max_waiting, time.monotonic)
         self._stats = EngineStats()
         self._requests: dict[SequenceId, tuple[ActiveRequest, Choice]] = {}
+        self._trials = CrashTrials(max_sequences, self._requests.__contains__)
         self._nothing_left = asyncio.Event()
         self._nothing_left.set()
         self._is_closing = False
@@ -198,7 +198,8 @@ class LLMEngine:
         request = self._open_request(
             tokens, params, stop, n, request_id, tenant, priority, deadline_s, visible_special
         )
-        self._supervisor.send(request.first_message())
+        if not self._trials.is_on:  # else it is sent when they are over
+            self._supervisor.send(request.first_message())
         return request.stream
 
     def check_capacity(self, num_sequences: int) -> None:
@@ -275,8 +276,8 @@ class LLMEngine:
         """Forget sequences and free what the worker holds for them; those that have ended are ignored."""
         known = [sequence_id for sequence_id in sequence_ids if sequence_id in self._requests]
         if known:
-            self._forget(known)
             self._supervisor.send(AbortSequences(sequence_ids=known))
+            self._forget(known)
 
     def _forget(self, sequence_ids: list[SequenceId]) -> None:
         for sequence_id in sequence_ids:
@@ -284,6 +285,7 @@ class LLMEngine:
         self._admission.release(len(sequence_ids))
         if not self._requests:
             self._nothing_left.set()
+        self._settle(sequence_ids)
 
     def _fail(self, request: ActiveRequest, error: EnginehouseError) -> None:
         self._abort([choice.sequence_id for choice in request.choices])
@@ -313,6 +315,10 @@ class LLMEngine:
         if entry is None:  # aborted while the step was running
             return
         request, choice = entry
+        request.num_crashes = 0
+        is_cut = self._trials.tries(output.sequence_id) and output.finish_reason == "length"
+        if is_cut and len(choice.output_tokens) + len(output.tokens) < choice.params.max_tokens:
+            output = msgspec.structs.replace(output, finish_reason=None)
         try:
             events = choice.apply(output, time.monotonic())
         except _TEXT_FAULTS as error:
@@ -327,6 +333,8 @@ class LLMEngine:
             self._supervisor.note_progress()
             if output.finish_reason is None:  # a stop string, which the worker knows nothing of
                 self._supervisor.send(AbortSequences(sequence_ids=[output.sequence_id]))
+        elif is_cut:
+            self._settle([output.sequence_id])
 
     def _on_failure(self, failure: SequenceFailed) -> None:
         entry = self._requests.get(failure.sequence_id)
@@ -337,17 +345,25 @@ class LLMEngine:
             self._fail(entry[0], error)
 
     def _on_death(self, error: WorkerDiedError) -> None:
-        for request, choice in list(self._requests.values()):
-            choice.num_crashes += 1
-            if choice.num_crashes >= MAX_CRASHES and choice.sequence_id in self._requests:
-                self._fail(request, error)
+        guilty = self._trials.died(self._unfinished_requests())
+        if guilty is not None:
+            self._fail(guilty, error)
 
     def _on_restarted(self) -> None:
-        requests = {id(request): request for request, _ in self._requests.values()}
-        for request in requests.values():
-            for message in request.resume_messages():
-                self._resumed_total += 1 + len(message.sibling_ids)
-                self._supervisor.send(message)
+        """Give the new worker the next request to try, or, when none is left to try, all of them."""
+        messages = self._trials.next()
+        if not messages:
+            messages = [message for one in self._unfinished_requests() for message in one.resume_messages()]
+            self._resumed_total += sum(1 + len(message.sibling_ids) for message in messages)
+        for message in messages:
+            self._supervisor.send(message)
+
+    def _settle(self, sequence_ids: list[SequenceId]) -> None:
+        if any(self._trials.settle(sequence_id) for sequence_id in sequence_ids):
+            self._on_restarted()
+
+    def _unfinished_requests(self) -> list[ActiveRequest]:
+        return list({id(request): request for request, _ in self._requests.values()}.values())
 
     # State ----------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,8 @@ import pytest
 from enginehouse.engine import LLMEngine, SamplingParams
 from enginehouse.engine.engine_loading import load_model, plan_worker
 from enginehouse.engine.messages import (
+    AddSequence,
+    Command,
     EngineStats,
     Fatal,
     FrameReader,
@@ -30,6 +32,7 @@ from enginehouse.engine.messages import (
     Ready,
     SequenceFailed,
     SequenceId,
+    SequenceOutput,
     StepReport,
     decode_report,
 )
@@ -73,22 +76,102 @@ async def test_killed_worker_is_replaced_and_streams_go_on(start_engine: StartEn
     assert health.state == "ready"
 
 
-async def test_a_sequence_in_two_crashes_fails_and_the_engine_goes_on(start_engine: StartEngine) -> None:
-    engine = await start_engine(**SLOW)
-    answer = asyncio.create_task(ask_one(engine, [5, 6], LONG))
-    for crash in range(2):
-        await eventually(
-            lambda crash=crash: (  # type: ignore[misc]
-                engine.health().state == "ready" and engine.health().restarts_total == crash
-            ),
-            "a worker runs",
-        )
-        worker_of(engine).kill()
-        await eventually(lambda: engine.health().state != "ready", "the death is noticed")
+class Murderer:
+    """Kills the worker whenever it is about to compute what follows the first `num_tokens` tokens of an answer to
+    `prompt`: as a fault in a kernel would, which one request's numbers bring about."""
+
+    def __init__(self, engine: LLMEngine, *, prompt: list[int], num_tokens: int) -> None:
+        self._engine = engine
+        self._send, self._apply = engine._supervisor.send, engine._on_output
+        self._prompt = prompt
+        self._num_tokens = num_tokens
+        self._ids: set[SequenceId] = set()
+        engine._supervisor.send = self._watch_send  # type: ignore[method-assign]
+        engine._on_output = self._watch_output  # type: ignore[method-assign]
+
+    def _watch_send(self, command: Command) -> None:
+        self._send(command)
+        if isinstance(command, AddSequence) and command.prompt_tokens == self._prompt:
+            self._ids.update([command.sequence_id, *command.sibling_ids])
+            if len(command.output_tokens) >= self._num_tokens:
+                self._kill()
+
+    def _watch_output(self, output: SequenceOutput) -> None:
+        entry = self._engine._requests.get(output.sequence_id)
+        self._apply(output)
+        is_there = entry is not None and len(entry[1].output_tokens) == self._num_tokens
+        if is_there and output.sequence_id in self._ids:
+            self._kill()
+
+    def _kill(self) -> None:
+        if self._engine.health().state == "ready":
+            worker_of(self._engine).kill()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("num_tokens", [0, 30], ids=["in its prompt", "in its answer"])
+async def test_who_kills_every_worker_fails_alone(start_engine: StartEngine, num_tokens: int, n: int) -> None:
+    engine, lone = await start_engine(**SLOW), await start_engine(**SLOW)
+    work = [[7, 8, 9 + i] for i in range(5)]
+    wanted = outputs(await asyncio.gather(*(ask_one(lone, prompt, LONG) for prompt in work)))
+    family = outputs(await ask(lone, [9, 9], LONG, n=3))
+    innocents = [asyncio.create_task(ask_one(engine, prompt, LONG)) for prompt in work]
+    choices = asyncio.create_task(ask(engine, [9, 9], LONG, n=3))
+    await eventually(lambda: engine.stats().num_running == 8, "they run")
+    Murderer(engine, prompt=[5, 6], num_tokens=num_tokens)
+    guilty = asyncio.create_task(ask(engine, [5, 6], LONG, n=n))
+    await eventually(lambda: engine.health().state == "restarting", "the first death")
+    late = asyncio.create_task(ask_one(engine, work[0], LONG))
     with pytest.raises(WorkerDiedError, match="signal 9"):
-        await answer
-    await eventually(lambda: engine.health().state == "ready", "it is back")
-    assert len((await ask_one(engine, [5, 6], LONG)).token_ids) == 400
+        await guilty
+    assert outputs(await asyncio.gather(*innocents)) == wanted
+    assert outputs(await choices) == family
+    assert (await late).output() == wanted[0]
+    assert engine.health().restarts_total == 2
+
+
+async def test_deaths_that_are_nobodys_fault_fail_nobody(start_engine: StartEngine) -> None:
+    engine, lone = await start_engine(**SLOW), await start_engine(**SLOW)
+    short = SamplingParams(max_tokens=1, ignore_eos=True, seed=1)
+    wanted = (await ask_one(lone, [5, 6], LONG)).output()
+    answer = asyncio.create_task(ask_one(engine, [5, 6], LONG))
+    for num_deaths in range(4):
+        await eventually(
+            lambda: engine.health().state == "ready" and engine.stats().num_running > 0, "it runs"
+        )
+        await eventually(lambda: not engine._trials.is_on, "nobody is tried")
+        worker_of(engine).kill()
+        await eventually(
+            lambda num_deaths=num_deaths: engine.health().restarts_total == num_deaths + 1,  # type: ignore[misc]
+            "it is back",
+        )
+        assert len((await ask_one(engine, [8], short)).token_ids) == 1
+    assert (await answer).output() == wanted
+
+
+async def test_whoever_leaves_while_tried_makes_room_for_the_next(start_engine: StartEngine) -> None:
+    engine = await start_engine(**SLOW)
+    streams = {
+        stream.sequence_ids[0]: stream for stream in [await engine.submit([5, 6 + i], LONG) for i in range(4)]
+    }
+    await eventually(lambda: engine.stats().num_running == 4, "they run")
+    next_trial, tried = engine._trials.next, list[SequenceId | None]()
+
+    def leave_at_once() -> list[AddSequence]:
+        messages = next_trial()
+        tried.append(messages[0].sequence_id if messages else None)
+        if len(tried) in (1, 3) and tried[-1] is not None:
+            asyncio.get_running_loop().call_soon(streams[tried[-1]].abort)
+        return messages
+
+    engine._trials.next = leave_at_once  # type: ignore[method-assign]
+    worker_of(engine).kill()
+    await eventually(lambda: len(tried) == 5, "all are tried")
+    assert {*tried} == {*streams, None}
+    for place in (1, 3):
+        sequence_id = tried[place]
+        assert sequence_id is not None
+        assert len((await read(streams[sequence_id]))[0].token_ids) == LONG.max_tokens
 
 
 async def test_requests_during_a_restart_wait_for_it(start_engine: StartEngine) -> None:
