@@ -8,6 +8,7 @@ only on the tokens that are known already.
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +34,11 @@ logger = logging.getLogger(__name__)
 
 MAX_PROTOTYPES: Final = 16
 """Compiled grammars that are kept. Each may grow to `max_lexer_states`."""
+
+SLOW_MASK_S: Final = 0.02
+MAX_SLOW_MASKS: Final = 16
+"""A sequence fails with this many masks of more than `SLOW_MASK_S` of processor time: every step would wait for it.
+Real grammars take a hundredth of that."""
 
 _FAULTS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -61,6 +67,7 @@ class _Follower:
     matcher: LLMatcher
     grammar: Grammar
     num_consumed: int
+    num_slow_masks: int = 0
 
 
 class GrammarMatchers:
@@ -206,9 +213,13 @@ class GrammarMatchers:
         assert self._vocabulary is not None
         matcher, params = follower.matcher, sequence.params
         assert follower.num_consumed == len(sequence.output_tokens)
+        since_s = time.thread_time()
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
             return self._failure(follower)
+        follower.num_slow_masks += time.thread_time() - since_s > SLOW_MASK_S
+        if follower.num_slow_masks >= MAX_SLOW_MASKS:
+            return SampleError("the grammar takes too long to follow; simplify it, nested counters above all")
         eos_token = self._vocabulary.tokenizer.eos_token
         may_end = bool(bits[eos_token // 8] >> (eos_token % 8) & 1)
         allowed: Banned = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)

@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from enginehouse.engine import structured_output_matchers
 from enginehouse.engine.detokenizer import Detokenizer
 from enginehouse.engine.messages import AddSequence, SequenceId
 from enginehouse.engine.sampling_params import SamplingParams
 from enginehouse.engine.sequence import SampledToken, SampleError, Sequence
 from enginehouse.engine.step import SampleRow
 from enginehouse.engine.structured_output import Grammar
-from enginehouse.engine.structured_output_matchers import GrammarMatchers
+from enginehouse.engine.structured_output_matchers import MAX_SLOW_MASKS, GrammarMatchers
 from enginehouse.runtime.tokenizer import Tokenizer
 from enginehouse.runtime.tokenizer_writer import write_tokenizer
 
@@ -120,3 +121,29 @@ def test_a_mistake_fails_its_row_alone(tmp_path: Path) -> None:
     assert masks[0] is None
     assert isinstance(masks[1], SampleError)
     assert isinstance(masks[2], np.ndarray)
+
+
+def test_a_grammar_that_is_slow_every_time_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured_output_matchers, "SLOW_MASK_S", -1.0)
+    write_tokenizer(tmp_path, directory=DATA / "smollm")
+    tokenizer = Tokenizer.load(tmp_path)
+    matchers = GrammarMatchers(str(tmp_path), tokenizer.vocab_size, lambda: None)
+    params = SamplingParams(grammar=Grammar(kind="regex", text="a+"))
+    message = AddSequence(sequence_id=SequenceId(1), prompt_tokens=[5], params=params)
+    matchers.prepare(message)
+    while not matchers.take_ready():
+        pass
+    sequence = Sequence.from_message(message, 0.0)
+    (letter,) = tokenizer.encode("a", add_special=False)
+    for _ in range(MAX_SLOW_MASKS - 1):
+        assert isinstance(mask_of(matchers, sequence), np.ndarray)
+        matchers.advance([SampleRow(sequence, 0)], [SampledToken(letter)])
+        sequence.append(letter)
+    assert isinstance(mask_of(matchers, sequence), SampleError)
+
+
+def mask_of(matchers: GrammarMatchers, sequence: Sequence) -> object:
+    matchers.start([SampleRow(sequence, 0)])
+    masks = matchers.masks()
+    assert masks is not None
+    return masks[0]
