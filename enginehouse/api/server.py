@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from enginehouse.api.app import create_app
+from enginehouse.api.connection import guarded_protocol
 from enginehouse.api.shutdown import Shutdown
 from enginehouse.errors import EnginehouseError
 from enginehouse.observability.logs import configure_logging
@@ -67,6 +68,7 @@ def serve(
         server_header=False,
         proxy_headers=False,
         ws="none",
+        http=guarded_protocol(settings.server),
         # Whole seconds, to uvicorn; rounded up, because 0 would mean at once.
         timeout_keep_alive=math.ceil(settings.server.keep_alive_s),
         timeout_graceful_shutdown=_LAST_S,

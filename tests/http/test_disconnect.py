@@ -108,7 +108,7 @@ def test_leaving_before_the_body_is_complete(busy: Server) -> None:
     before = cancelled(busy)
     connection = RawConnection(busy)
     connection.socket.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
     )
     time.sleep(0.05)
     connection.close()

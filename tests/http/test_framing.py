@@ -19,7 +19,7 @@ class RawConnection:
 
     def send(self, path: str, body: Any, *, headers: str = "") -> None:
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{headers}"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n{headers}"
         self.socket.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
 
     def read_until(self, mark: bytes) -> bytes:
@@ -110,7 +110,7 @@ def test_expect_continue(server: Server) -> None:
     data = json.dumps({**BODY, "stream": False}).encode()
     connection = RawConnection(server)
     connection.socket.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nexpect: 100-continue\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nexpect: 100-continue\r\n"
         b"content-length: %d\r\n\r\n" % len(data)
     )
     assert b"100 continue" in connection.read_until(b"\r\n\r\n").lower()

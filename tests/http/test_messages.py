@@ -320,11 +320,11 @@ async def test_keys() -> None:
     options = Settings(
         model=ModelSettings(id="scripted"),
         log=LogSettings(access=False),
-        server=ServerSettings(api_keys=(SecretStr("sesame"),)),
+        server=ServerSettings(api_keys=(SecretStr("open-sesame"),)),
     )
     body = {**BODY, "model": "scripted"}
     async with running(create_app(options, start_engine=start)) as client:
-        for headers in ({"x-api-key": "sesame"}, {"authorization": "Bearer sesame"}):
+        for headers in ({"x-api-key": "open-sesame"}, {"authorization": "Bearer open-sesame"}):
             assert (await client.post(PATH, json=body, headers=headers)).status_code == 200
         for headers in ({"x-api-key": "wrong"}, {}, {"x-api-key": ""}, {"authorization": "Bearer x"}):
             refused = await client.post(PATH, json=body, headers=headers)

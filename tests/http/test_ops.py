@@ -144,13 +144,54 @@ def test_pages_of_this_machine_may_call(server: Server, origin: str) -> None:
 @pytest.mark.parametrize("origin", ["http://evil.example", "http://localhost.evil.example", "null"])
 def test_other_pages_may_not(server: Server, origin: str) -> None:
     answer = httpx2.options(f"{server.url}/v1/chat/completions", headers={"origin": origin, **PREFLIGHT})
+    assert "server.cors_origins" in check_error(answer, 400, code="origin_not_allowed")
     assert "access-control-allow-origin" not in answer.headers
+
+
+def test_preflight_for_another_method_is_refused(server: Server) -> None:
+    headers = {"origin": "http://localhost:3000", "access-control-request-method": "PATCH"}
+    answer = httpx2.options(f"{server.url}/v1/models", headers=headers)
+    assert "method" in check_error(answer, 400, code="origin_not_allowed")
+    assert answer.headers["access-control-allow-origin"] == "http://localhost:3000"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/health",
+        "/ready",
+        "/metrics",
+        "/version",
+        "/v1/models",
+        f"/v1/models/{TINY}",
+        "/openapi.json",
+        "/docs",
+    ],
+)
+def test_head_is_get_without_the_body(server: Server, path: str) -> None:
+    with httpx2.Client(
+        base_url=server.url, timeout=60
+    ) as client:  # one connection: what follows shows its end
+        got, head = client.get(path), client.head(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert set(head.headers) == set(got.headers)
+        assert head.headers["content-type"] == got.headers["content-type"]
+        assert client.get("/version").status_code == 200
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/completions", 405), ("/no/such/route", 404)])
+def test_head_on_other_routes(server: Server, path: str, status: int) -> None:
+    answer = httpx2.head(server.url + path)
+    assert (answer.status_code, answer.content) == (status, b"")
 
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("guarded")
-    options = {"server__api_keys": ["sesame", "other"], "server__cors_origins": ["https://app.example"]}
+    options = {
+        "server__api_keys": ["open-sesame", "another-key"],
+        "server__cors_origins": ["https://app.example"],
+    }
     running = Server(tiny_overrides(directory, **options), directory / "log").start()
     yield running.wait_ready()
     running.stop()
@@ -158,7 +199,15 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.mark.parametrize(
     "header",
-    [None, "Bearer wrong", "Bearer", "Basic sesame", "sesame", "Bearer sesamé", "Bearer sesame2"],
+    [
+        None,
+        "Bearer wrong",
+        "Bearer",
+        "Basic open-sesame",
+        "open-sesame",
+        "Bearer open-sesamé",
+        "Bearer open-sesame2",
+    ],
 )
 def test_wrong_key(guarded: Server, header: str | None) -> None:
     headers = [] if header is None else [(b"authorization", header.encode())]
@@ -169,11 +218,26 @@ def test_wrong_key(guarded: Server, header: str | None) -> None:
 
 
 def test_right_key(guarded: Server) -> None:
-    for key in ("sesame", "other"):
+    for key in ("open-sesame", "another-key"):
         client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0)
         assert TINY in [model.id for model in client.models.list()]
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="no", max_retries=0).models.list()
+
+
+def test_holders_of_different_keys_share_no_computation(guarded: Server) -> None:
+    """How soon an answer comes, and `cached_tokens`, say nothing about what others have asked."""
+    body = {"prompt": "a prompt of more than one block of tokens, " * 3, "max_tokens": 1}
+
+    def cached_tokens(key: str) -> int:
+        answer = guarded.post("/v1/completions", body, headers={"authorization": f"Bearer {key}"})
+        number: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return number
+
+    assert cached_tokens("open-sesame") == 0
+    assert cached_tokens("open-sesame") > 0
+    assert cached_tokens("another-key") == 0
+    assert cached_tokens("another-key") > 0
 
 
 def test_health_and_preflight_need_no_key(guarded: Server) -> None:

@@ -53,7 +53,7 @@ def test_a_named_file_replaces_the_one_in_the_directory() -> None:
     ("text", "expected"),
     [
         ("server:\n  port: 99999", "enginehouse.yaml:2: server.port: should be less than or equal to 65535, not 99999"),
-        ("server:\n\n  prot: 1", "enginehouse.yaml:3: server.prot: unknown setting. Did you mean port? Known here: api_"),
+        ("server:\n\n  prot: 1", "enginehouse.yaml:3: server.prot: unknown setting. Did you mean port? Known here: allowed_hosts, api_"),
         ("sever: {}", "enginehouse.yaml:1: sever: unknown setting. Did you mean server?"),
         ("model:\n  precision: int4", "enginehouse.yaml:2: model.precision: should be 'int8' or 'fp32', not \"int4\""),
         (
@@ -110,12 +110,24 @@ def test_open_address_without_key_is_refused(host: str) -> None:
     with pytest.raises(SettingsError, match="--insecure"):
         Settings.load(overrides={"server.host": host})
     assert Settings.load(overrides={"server.host": host, "server.insecure": True}).server.host == host
-    assert Settings.load(overrides={"server.host": host, "server.api_keys": ["k"]}).server.host == host
+    assert (
+        Settings.load(overrides={"server.host": host, "server.api_keys": ["long-enough"]}).server.host == host
+    )
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
 def test_loopback_needs_no_key(host: str) -> None:
     assert Settings.load(overrides={"server.host": host}).server.host == host
+
+
+@pytest.mark.parametrize(
+    "key", ["", "short", "sevench", "with space", "tab\there!", "schlüssel", "line\nend!", "        "]
+)
+def test_keys_that_no_header_can_carry_are_refused(key: str) -> None:
+    with pytest.raises(SettingsError, match=r"server\.api_keys") as caught:
+        Settings.load(overrides={"server.api_keys": ["good-enough", key]})
+    assert "printable ASCII" in str(caught.value)
+    assert not key.strip() or key not in str(caught.value)
 
 
 def test_keys_are_never_shown() -> None:

@@ -36,7 +36,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 async def running(app: FastAPI) -> AsyncIterator[httpx2.AsyncClient]:
     async with app.router.lifespan_context(app):
         transport = httpx2.ASGITransport(app=app)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield client
 
 
