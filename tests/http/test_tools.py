@@ -281,7 +281,7 @@ def function(**fields: Any) -> dict[str, Any]:
     ("fields", "param"),
     [
         ({"tools": "x"}, "tools"),
-        ({"tools": [{"function": {"name": "f"}}]}, "tools[0]"),
+        ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type"),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [function(name="a b")]}, "tools[0].function.name"),
@@ -331,7 +331,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
         ({"role": "tool", "content": "x", "tool_call_id": ""}, "messages[1].tool_call_id"),
         ({"role": "tool", "tool_call_id": "c"}, "messages[1].content"),
         ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages[1].tool_calls"),
-        ({"role": "assistant", "tool_calls": [{"id": "c"}]}, "messages[1].tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": [{"id": "c"}]}, "messages[1].tool_calls[0].function"),
         ({"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}, "messages[1].tool_calls[0].type"),
         ({"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {}}}]}, "messages[1].tool_calls[0].function.arguments"),
         ({"role": "assistant", "tool_calls": []}, "messages[1].content"),
