@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from enginehouse.engine.encoder_engine import Encoded, EncoderEngine
     from enginehouse.runtime.encoder_tokenizer import TokenizedInput
 
-THREAD_ABOVE_CHARS = 2000
-"""More text is tokenised in a thread; for less the hand-over would cost more than the work."""
+THREAD_ABOVE = 2000
+"""More characters are tokenised, and more numbers written, in a thread; for less the hand-over would cost more than
+the work."""
 T = TypeVar("T")
 
 
@@ -116,7 +117,10 @@ class EncodingResponse(Response):
         record.queue_start_s = time.monotonic()
         results = await engine.encode(inputs)
         record.inference_start_s = min(result.started_s for result in results)
-        body = encode_json(call.answer(engine, results, num_tokens))
+        num_values = sum(len(result.vector) for result in results) // 4
+        body = await in_thread_when_long(
+            num_values, lambda: encode_json(call.answer(engine, results, num_tokens))
+        )
         await Response(body, media_type="application/json")(scope, receive, send)
 
 
@@ -151,9 +155,9 @@ def check_lengths(inputs: list[TokenizedInput], engine: EncoderEngine, names: Ca
             )
 
 
-async def in_thread_when_long(num_chars: int, work: Callable[[], T]) -> T:
-    """`work()`, in a thread when it has much text to go through."""
-    if num_chars <= THREAD_ABOVE_CHARS:
+async def in_thread_when_long(size: int, work: Callable[[], T]) -> T:
+    """`work()`, in a thread when it has many characters or numbers to go through."""
+    if size <= THREAD_ABOVE:
         return work()
     return await asyncio.to_thread(work)
 

@@ -44,6 +44,7 @@ from enginehouse.runtime.weights import prepare_model
 logger = logging.getLogger(__name__)
 
 MAX_INPUTS_IN_BATCH = 256
+SENT_AT_ONCE = 64
 QUEUE_RETRY_S = 1.0
 
 
@@ -173,8 +174,10 @@ class EncoderEngine:
             added[message.input_id] = _Pending(message, loop.create_future())
         self._pending |= added
         try:
-            for pending in added.values():
+            for number, pending in enumerate(added.values(), start=1):
                 self._supervisor.send(pending.message)
+                if number % SENT_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # a request with thousands of inputs is not to stop the others
             return list(await asyncio.gather(*(pending.result for pending in added.values())))
         finally:
             left = [input_id for input_id in added if self._pending.pop(input_id, None) is not None]

@@ -9,7 +9,7 @@ import msgspec
 
 from enginehouse.api.encoding import TruncationFields, check_lengths, in_thread_when_long, limit_of
 from enginehouse.api.json_body import decode
-from enginehouse.api.openai.parameters import PositiveInt, TokenId
+from enginehouse.api.openai.parameters import PositiveInt, TokenId, encode_json
 from enginehouse.engine.encoder_config import EncoderTask
 from enginehouse.errors import InvalidRequestError
 
@@ -68,6 +68,11 @@ def _inputs(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
     return inputs
 
 
+def _written(vector: list[float]) -> msgspec.Raw:
+    """A vector as JSON. Encoding thousands of them in one call would hold the interpreter for the whole time."""
+    return msgspec.Raw(encode_json(vector))
+
+
 class EmbeddingCall:
     """See `Encoding`."""
 
@@ -117,7 +122,9 @@ class EmbeddingCall:
                 {
                     "object": "embedding",
                     "index": index,
-                    "embedding": base64.b64encode(vector).decode() if as_text else engine.floats(vector),
+                    "embedding": base64.b64encode(vector).decode()
+                    if as_text
+                    else _written(engine.floats(vector)),
                 }
                 for index, vector in enumerate(vectors)
             ],
