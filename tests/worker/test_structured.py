@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,12 +18,21 @@ from hypothesis import strategies as st
 
 from enginehouse.engine import LLMEngine, SamplingParams
 from enginehouse.engine.engine_config import DEFAULT_SOURCE
+from enginehouse.engine.messages import (
+    AbortSequences,
+    AddSequence,
+    Command,
+    SequenceId,
+    Shutdown,
+    StepReport,
+)
 from enginehouse.engine.structured_output import Grammar, GrammarKind
 from enginehouse.errors import InvalidRequestError
 from tests.support.json_schemas import Schema, satisfies, schemas
 from tests.support.tiny_models import EOS_TOKEN_ID, SPECIAL_TOKENS
 from tests.worker.conftest import StartEngine
 from tests.worker.driving import Answer, ask, ask_one, eventually, idle, read
+from tests.worker.test_worker_loop import Bench
 
 PROMPT = [7, 8, 9, 40, 41]
 PERSON: Schema = {
@@ -356,6 +367,42 @@ async def test_abort_while_the_grammar_compiles(start_engine: StartEngine) -> No
     answers = await read(streams[-1])
     assert all(re.fullmatch("[a-z]{5,400}", answer.text) for answer in answers)
     await idle(engine)
+
+
+def test_the_worker_forgets_what_ended_and_what_was_aborted(tiny_int8: Path) -> None:
+    bench = Bench(tiny_int8)
+    params = sampled(grammar("regex", "[a-z]{5,9}"))
+    wanted = {SequenceId(number) for number in (1, 2, 4)}
+    commands: list[Command] = [
+        AddSequence(sequence_id=SequenceId(1), prompt_tokens=PROMPT, params=params),
+        AddSequence(
+            sequence_id=SequenceId(2),
+            prompt_tokens=PROMPT,
+            params=params,
+            sibling_ids=[SequenceId(3), SequenceId(4)],
+        ),
+        AddSequence(sequence_id=SequenceId(5), prompt_tokens=PROMPT, params=params),
+        # All of them are still with the compiler: what is ready is taken after the commands.
+        AbortSequences(sequence_ids=[SequenceId(3), SequenceId(5), SequenceId(99)]),
+    ]
+    finished: set[SequenceId] = set()
+    told: set[SequenceId] = set()
+
+    def script(steps: list[StepReport]) -> list[Command]:
+        for output in (output for step in steps for output in step.outputs):
+            told.add(output.sequence_id)
+            if output.finish_reason is not None:
+                finished.add(output.sequence_id)
+        if finished >= wanted:
+            return [Shutdown()]
+        time.sleep(0.001)
+        return [commands.pop(0) for _ in list(commands)]
+
+    bench.channel.script = script
+    bench.worker.run()
+    assert told == finished == wanted
+    assert bench.worker._grammars._followers == {}
+    assert bench.worker._grammars._compiling == {}
 
 
 @pytest.mark.model
