@@ -17,7 +17,7 @@ from enginehouse.api.disconnect import until_disconnect
 from enginehouse.api.encoder_host import Encoders
 from enginehouse.api.errors import CLIENT_GONE_STATUS, ClientGoneError
 from enginehouse.api.json_body import read_body
-from enginehouse.api.middleware import request_context
+from enginehouse.api.middleware import request_context, tenant_of
 from enginehouse.api.openai.parameters import INT_MAX, encode_json
 from enginehouse.engine.encoder_config import EncoderTask
 from enginehouse.errors import ContextLengthExceededError, EnginehouseError, InvalidRequestError
@@ -84,6 +84,7 @@ class EncodingResponse(Response):
             model=host.model_id if host is not None else "",
             arrival_unix_s=context.arrival_unix_s,
             arrival_s=context.arrival_s,
+            tenant=tenant_of(request.scope),
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

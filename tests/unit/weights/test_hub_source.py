@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import file_download
 
-from enginehouse.errors import ChecksumError, SourceError, UnsupportedModelError
+from enginehouse.errors import ChecksumError, CorruptModelError, SourceError, UnsupportedModelError
 from enginehouse.runtime.packed import open_packed
 from enginehouse.runtime.sources import fetch_source, parse_source
 from enginehouse.runtime.weights import prepare_model
 from enginehouse.runtime.weights.inventory import cached_models, find_cached, remove_cached
 from tests.support.local_servers import Hub, model_hub
+from tests.support.tiny_encoders import encoder_named, write_tiny_encoder
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import write_tiny_llama
 
@@ -70,6 +71,35 @@ def test_shards_follow_the_index(hub: Hub, tmp_path: Path) -> None:
     sharded = files_of(write_tiny_llama(tmp_path / "m", num_shards=3))
     hub.add("org/sharded", sharded | {"model.fp16.safetensors": b"another copy"})
     assert files_of(fetch("hf:org/sharded")) == sharded
+
+
+def test_an_encoder_comes_with_its_pooling(hub: Hub, tmp_path: Path) -> None:
+    directory = write_tiny_encoder(encoder_named("bert-mean-norm"), tmp_path / "encoder")
+    files = {
+        str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()
+    }
+    hub.add("org/encoder", files | {"README.md": b"hello", "onnx/model.onnx": b"x", "vocab.txt": b"x"})
+    encoder = prepare_model("hf:org/encoder", "fp32").config.encoder
+    assert encoder is not None
+    assert (encoder.pooling, encoder.normalize, encoder.max_input) == ("mean", True, 64)
+    assert not {"GET README.md", "GET onnx/model.onnx", "GET vocab.txt"} & set(hub.requests)
+
+
+def test_other_pooling_is_another_model(tmp_path: Path) -> None:
+    directory = write_tiny_encoder(encoder_named("bert-mean-norm"), tmp_path / "encoder")
+    paths = {prepare_model(str(directory), "fp32").path}
+    for name, text in (
+        ("sentence_bert_config.json", '{"max_seq_length": 32}'),
+        ("1_Pooling/config.json", '{"pooling_mode_cls_token": true}'),
+        ("modules.json", '[{"path": "", "type": "sentence_transformers.models.Transformer"}]'),
+    ):
+        (directory / name).write_text(text)
+        paths.add(prepare_model(str(directory), "fp32").path)
+    assert len(paths) == 4
+    for text in ("{}", "[1]", "[", '[{"type": "x.Pooling", "path": "../elsewhere"}]'):
+        (directory / "modules.json").write_text(text)
+        with pytest.raises(CorruptModelError, match=r"modules\.json"):
+            prepare_model(str(directory), "fp32")
 
 
 def test_a_gguf_file_of_a_repository(hub: Hub, tmp_path: Path) -> None:
