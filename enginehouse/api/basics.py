@@ -12,7 +12,14 @@ from enginehouse.api.answering import AnswerHead, WriterFactory
 from enginehouse.api.errors import VLLMBackendMissingError, error_object
 from enginehouse.api.generation import ChoiceAnswer, Delta, Generation, GenerationCall, Usage
 from enginehouse.api.json_body import decode
-from enginehouse.api.openai.parameters import SamplingFields, encode_json, sampling_params, stop_strings
+from enginehouse.api.openai.parameters import (
+    HARMLESS,
+    SamplingFields,
+    encode_json,
+    refuse,
+    sampling_params,
+    stop_strings,
+)
 from enginehouse.api.openai.usage import usage_object
 from enginehouse.api.sse import event_frame
 from enginehouse.engine.events import Finished
@@ -26,13 +33,56 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 20
 
 
-class PromptBody(SamplingFields, kw_only=True):
+class TeachingFields(SamplingFields, kw_only=True):
+    """What all teaching routes take beside prompts."""
+
+    model: str | None = None
+
+    # Of the OpenAI routes: refused by name, because a request with one of them was meant for such a route.
+    n: Any = None
+    best_of: Any = None
+    stream: Any = None
+    stream_options: Any = None
+    logprobs: Any = None
+    top_logprobs: Any = None
+    prompt_logprobs: Any = None
+    echo: Any = None
+    suffix: Any = None
+    max_completion_tokens: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    skip_special_tokens: Any = None
+    include_stop_str_in_output: Any = None
+    truncate_prompt_tokens: Any = None
+    lora: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+
+
+_REFUSED = tuple(
+    sorted(
+        {field.name for field in msgspec.structs.fields(TeachingFields)}
+        - {field.name for field in msgspec.structs.fields(SamplingFields)}
+        - {"model"}
+    )
+)
+
+
+class PromptBody(TeachingFields, kw_only=True):
     """One prompt and how to continue it."""
 
     prompt: str
 
 
-class PromptsBody(SamplingFields, kw_only=True):
+class PromptsBody(TeachingFields, kw_only=True):
     """Several prompts and how to continue each."""
 
     prompts: Annotated[list[str], Meta(min_length=1)]
@@ -43,8 +93,10 @@ _prompts_decoder = msgspec.json.Decoder(PromptsBody)
 
 
 def _call(
-    fields: SamplingFields, prompts: list[str], *, stream: bool = False, wants_tokens: bool = False
+    fields: TeachingFields, prompts: list[str], *, stream: bool = False, wants_tokens: bool = False
 ) -> GenerationCall:
+    # Whether an answer is streamed is the route's; to say the same in the body asks for nothing.
+    refuse(fields, _REFUSED, {**HARMLESS, "stream": (stream,)})
     max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     if max_tokens == 0:
         raise InvalidRequestError("max_tokens: must be at least 1.", param="max_tokens")
@@ -52,6 +104,7 @@ def _call(
         prompts=list(prompts),
         params=sampling_params(fields, max_tokens=max_tokens),
         stop=stop_strings(fields.stop),
+        model=fields.model,
         stream=stream,
         priority=fields.priority or 0,
         timeout_s=fields.timeout,

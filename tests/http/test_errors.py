@@ -61,6 +61,7 @@ COMMON: list[tuple[str, Any]] = [
     ("guided_choice", []), ("guided_choice", ["a", ""]), ("guided_choice", [1]), ("guided_regex", "[a"),
     ("guided_regex", ""), ("guided_grammar", "a"), ("use_beam_search", True), ("length_penalty", 0.5), ("skip_special_tokens", False),
     ("include_stop_str_in_output", True), ("prompt_logprobs", 1), ("truncate_prompt_tokens", 5),
+    ("allowed_token_ids", [1]), ("allowed_token_ids", []), ("bad_words", ["x"]), ("lora", "x"),
 ]  # fmt: skip
 
 
@@ -79,6 +80,8 @@ COMPLETION_FIELDS: list[tuple[str, Any]] = [
     ("suffix", "end"), ("prompt", []), ("prompt", ["a", 1]), ("prompt", [1, "a"]), ("prompt", [[1], "a"]),
     ("prompt", [320]), ("prompt", [[320]]), ("prompt", ["a"] * 1025), ("prompt", 5), ("prompt", None),
     ("prompt", {"a": 1}), ("prompt", ""), ("prompt", [[]]), ("prompt", ["a", ""]),
+    ("prompt_embeds", "AAAA"), ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("top_logprobs", 2),
+    ("max_completion_tokens", 5),
 ]  # fmt: skip
 
 
@@ -111,6 +114,8 @@ CHAT_FIELDS: list[tuple[str, Any]] = [
     ("audio", {"voice": "x"}), ("prediction", {"type": "content"}), ("web_search_options", {}), ("store", True),
     ("reasoning_effort", "high"), ("verbosity", "low"), ("max_completion_tokens", 0), ("top_logprobs", 5),
     ("max_completion_tokens", -1), ("logprobs", 5), ("messages", []), ("messages", "hi"), ("messages", None),
+    ("continue_final_message", True), ("add_generation_prompt", False), ("chat_template", "{{ 1 }}"),
+    ("chat_template_kwargs", {"a": 1}), ("documents", [{"text": "x"}]), ("best_of", 2), ("echo", True),
 ]  # fmt: skip
 
 
@@ -165,6 +170,41 @@ def test_message(server: Server, message: Any, param: str) -> None:
 )
 def test_teaching_routes(server: Server, route: str, body: Any, param: str | None) -> None:
     check_error(server.post(route, body), 400, param)
+
+
+TEACHING_FIELDS: list[tuple[str, Any]] = [
+    ("n", 2), ("best_of", 2), ("response_format", {"type": "json_object"}), ("structured_outputs", {"regex": "a"}),
+    ("guided_json", {}), ("guided_regex", "a"), ("guided_choice", ["a"]), ("guided_grammar", "a"), ("logprobs", True),
+    ("logprobs", 0), ("top_logprobs", 1), ("prompt_logprobs", 1), ("echo", True), ("suffix", "x"), ("tools", [{}]),
+    ("tool_choice", "required"), ("stream_options", {}), ("max_completion_tokens", 5), ("use_beam_search", True),
+    ("length_penalty", 2), ("skip_special_tokens", False), ("include_stop_str_in_output", True),
+    ("truncate_prompt_tokens", 1), ("lora", "x"), ("allowed_token_ids", [1]), ("bad_words", ["a"]),
+]  # fmt: skip
+TEACHING_ROUTES: list[tuple[str, dict[str, Any]]] = [
+    ("/basic_generate", {"prompt": "hi"}),
+    ("/generate", {"prompts": ["hi"]}),
+    ("/generate_stream", {"prompt": "hi"}),
+]
+
+
+@pytest.mark.parametrize(("route", "prompt"), TEACHING_ROUTES)
+def test_teaching_routes_refuse_what_they_do_not_do(
+    server: Server, route: str, prompt: dict[str, Any]
+) -> None:
+    streams = route == "/generate_stream"
+    for field, value in [*TEACHING_FIELDS, ("stream", not streams)]:
+        assert field in check_error(server.post(route, {**prompt, field: value}), 400, field)
+    nothing = {field: None for field, _ in TEACHING_FIELDS}
+    harmless = {"n": 1, "echo": False, "logprobs": False, "tools": [], "stream": streams, "model": TINY}
+    for fields in (nothing, harmless):
+        answer = server.post(route, {**prompt, "max_tokens": 1, **fields})
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(("route", "prompt"), TEACHING_ROUTES)
+def test_teaching_routes_know_one_model(server: Server, route: str, prompt: dict[str, Any]) -> None:
+    answer = server.post(route, {**prompt, "model": "gpt-17"})
+    assert TINY in check_error(answer, 404, "model", "model_not_found")
 
 
 def test_generate_vllm_says_that_it_cannot(server: Server) -> None:
@@ -292,6 +332,8 @@ def test_harmless_values_of_unsupported_fields_pass(server: Server) -> None:
         "response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "modalities": ["text"], "store": False,
         "parallel_tool_calls": None, "use_beam_search": False, "functions": None, "audio": None, "stop": None,
         "stream_options": None, "logit_bias": None, "logprobs": None, "top_logprobs": None, "n": None, "seed": None,
+        "continue_final_message": False, "add_generation_prompt": True, "chat_template": None, "documents": [],
+        "chat_template_kwargs": {}, "echo": False, "best_of": 1, "bad_words": [], "allowed_token_ids": None,
         "max_tokens": 2, "something_new": {"deep": [1]}, "user": "me", "metadata": {"a": "b"}, "top_k": -1,
     }  # fmt: skip
     answer = server.post(CHAT, {"messages": [{"role": "user", "content": "hi", "novel": 1}], **harmless})

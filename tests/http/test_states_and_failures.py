@@ -172,7 +172,9 @@ FAILURES: list[tuple[Exception, int, str]] = [
 async def test_failure_before_the_first_token(
     route: str, error: Exception, status: int, code: str, stream: bool
 ) -> None:
-    body = {**CHAT, "prompt": "a", "stream": stream}
+    body = {**CHAT, "prompt": "a"}
+    if route.startswith("/v1"):
+        body["stream"] = stream
     for engine in (ScriptedEngine(error), ScriptedEngine()):
         if not engine.script:
             engine.refusal = error

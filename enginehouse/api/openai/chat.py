@@ -43,6 +43,13 @@ _REFUSED = (
     "reasoning_effort",
     "verbosity",
     "store",
+    "continue_final_message",
+    "add_generation_prompt",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "best_of",
+    "echo",
 )
 
 
@@ -69,6 +76,13 @@ class ChatBody(OpenAIFields, kw_only=True):
     reasoning_effort: Any = None
     verbosity: Any = None
     store: Any = None
+    continue_final_message: Any = None
+    add_generation_prompt: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    documents: Any = None
+    best_of: Any = None
+    echo: Any = None
 
 
 _decoder = msgspec.json.Decoder(ChatBody)

@@ -49,8 +49,21 @@ class CompletionBody(OpenAIFields, kw_only=True):
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
 
     suffix: Any = None
+    prompt_embeds: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    top_logprobs: Any = None
+    max_completion_tokens: Any = None
 
 
+_REFUSED = (
+    "suffix",
+    "prompt_embeds",
+    "tools",
+    "tool_choice",
+    "top_logprobs",
+    "max_completion_tokens",
+)
 _decoder = msgspec.json.Decoder(CompletionBody)
 
 
@@ -63,7 +76,7 @@ class Completions:
     def parse(self, body: bytes, limits: ServerSettings) -> tuple[GenerationCall, WriterFactory]:
         """Check a body. Raises `InvalidRequestError`."""
         fields = decode(body, _decoder)
-        refuse_unsupported(fields, ("suffix",))
+        refuse_unsupported(fields, _REFUSED)
         include_usage = check_stream_options(fields)
         n, num_candidates = _choices(fields, limits)
         max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -81,9 +81,11 @@ class OpenAIFields(SamplingFields, kw_only=True):
     prompt_logprobs: Any = None
     truncate_prompt_tokens: Any = None
     lora: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
 
 
-_HARMLESS: Mapping[str, tuple[Any, ...]] = {
+HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "skip_special_tokens": (True,),
@@ -97,6 +99,17 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "suffix": ("",),
+    "bad_words": ([],),
+    "documents": ([],),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "echo": (False,),
+    "best_of": (1,),
+    "n": (1,),
+    "logprobs": (False,),
+    "stream": (False,),
+    "response_format": ({"type": "text"},),
 }
 """Values of unsupported fields that ask for nothing."""
 
@@ -108,6 +121,8 @@ _COMMON_REFUSED = (
     "prompt_logprobs",
     "truncate_prompt_tokens",
     "lora",
+    "allowed_token_ids",
+    "bad_words",
 )
 
 
@@ -116,11 +131,16 @@ def refuse_unsupported(body: OpenAIFields, extra: tuple[str, ...]) -> None:
 
     `extra`: the route's own unsupported fields. Null, and values that ask for nothing, pass.
     """
-    for name in (*_COMMON_REFUSED, *extra):
+    refuse(body, (*_COMMON_REFUSED, *extra))
+
+
+def refuse(body: Struct, names: Iterable[str], harmless: Mapping[str, tuple[Any, ...]] = HARMLESS) -> None:
+    """Raise `InvalidRequestError` for the first of the fields `names` that is neither null nor `harmless`."""
+    for name in names:
         value = getattr(body, name)
         # `1 == True` in Python, so the types are compared too.
         asks = value is not None and not any(
-            type(value) is type(harmless) and value == harmless for harmless in _HARMLESS.get(name, ())
+            type(value) is type(allowed) and value == allowed for allowed in harmless.get(name, ())
         )
         if asks:
             raise InvalidRequestError(f"{name} is not supported by this server with this value.", param=name)
