@@ -216,11 +216,19 @@ def test_a_forced_call_that_is_cut(server: Server, max_tokens: int) -> None:
         assert got["message"].get("tool_calls", []) == [] or max_tokens > 12
 
 
-def test_stop_strings_do_not_cut_forced_calls(server: Server) -> None:
+def test_neither_stops_nor_biases_hurt_forced_calls(server: Server) -> None:
     body = {**BODY, "tool_choice": "required", "tools": [NOW], "parallel_tool_calls": False}
-    (got,) = ask(server, {**body, "stop": ["{", "\n", "call"]})
-    assert got["finish_reason"] == "tool_calls"
-    check_call(got["message"]["tool_calls"][0])
+    for fields in (
+        {"stop": ["{", "\n", "call"]},
+        {"stop_token_ids": list(range(4, 320))},
+        {"ignore_eos": True},
+        {"min_tokens": 100},
+        {"logit_bias": {str(token): -100 for token in range(4, 320)}},
+        {"repetition_penalty": 10, "frequency_penalty": 2},
+    ):
+        (got,) = ask(server, {**body, **fields})
+        assert got["finish_reason"] == "tool_calls"
+        check_call(got["message"]["tool_calls"][0])
 
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": True, "top_logprobs": 2}, {"stop": ["e", "th"]}])

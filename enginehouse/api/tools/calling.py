@@ -61,7 +61,7 @@ class ToolCalling:
     def bind(self, call: GenerationCall, engine: LLMEngine, settings: ModelSettings) -> GenerationCall:
         """`call` for the model that will serve it: its prompt, the grammar of forced calls, what may be seen.
 
-        Stop strings do not apply to forced calls: they would cut them. A form that the request asks for applies to
+        Stop strings and stop tokens do not apply to forced calls: they would cut them. A form that the request asks for applies to
         answers that are no calls. Raises `InvalidRequestError` when the two do not go together.
         """
         fmt = self._format = choose_format(engine.tokenizer.chat_template, settings.tool_format)
@@ -95,7 +95,10 @@ class ToolCalling:
             special_tokens=tuple(special.values()),
         )
         params = msgspec.structs.replace(call.params, grammar=grammar)
-        return dataclasses.replace(call, params=params, stop=() if self.is_forced else call.stop)
+        if not self.is_forced:
+            return dataclasses.replace(call, params=params)
+        params = msgspec.structs.replace(params, stop_token_ids=())
+        return dataclasses.replace(call, params=params, stop=())
 
     def new_parser(self) -> OutputParser | None:
         """A parser for one choice's text; None when the text is content as it is. Only after `bind`."""
