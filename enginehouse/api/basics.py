@@ -102,6 +102,7 @@ def _call(
         raise InvalidRequestError("max_tokens: must be at least 1.", param="max_tokens")
     return GenerationCall(
         prompts=list(prompts),
+        prompts_field="prompts" if isinstance(fields, PromptsBody) else "prompt",
         params=sampling_params(fields, max_tokens=max_tokens),
         stop=stop_strings(fields.stop),
         model=fields.model,

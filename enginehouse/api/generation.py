@@ -16,6 +16,7 @@ from enginehouse.engine.events import Event, Finished, Prompt, Started, TokenEve
 from enginehouse.engine.messages import FinishReason, SequenceId, TokenLogprob
 from enginehouse.engine.request_stream import RequestStream
 from enginehouse.engine.sampling_params import SamplingParams
+from enginehouse.errors import InvalidRequestError
 from enginehouse.observability.records import RequestRecord
 from enginehouse.settings import ModelSettings
 
@@ -32,6 +33,8 @@ class GenerationCall:
     """What a route asks of the engine. Choices are numbered `prompt * n + i`."""
 
     prompts: list[Prompt]
+    prompts_field: str = "prompt"
+    """Where a request has them, for errors."""
     params: SamplingParams
     stop: tuple[str, ...] = ()
     n: int = 1
@@ -135,11 +138,18 @@ class Generation:
             num_tokens += self.usage.prompt_tokens * self.call.n
         return num_tokens
 
+    def _check_capacity(self) -> None:
+        try:
+            self.engine.check_capacity(self.num_choices)
+        except InvalidRequestError as error:
+            error.param = "n" if self.call.n > 1 else self.call.prompts_field
+            raise
+
     async def submit(self) -> None:
         """Admit every prompt or none. Raises what `LLMEngine.submit` raises."""
         call = self.call
         deadline_s = None if call.timeout_s is None else self._record.arrival_s + call.timeout_s
-        self.engine.check_capacity(self.num_choices)
+        self._check_capacity()
         try:
             for prompt in call.prompts:
                 stream = await self.engine.submit(

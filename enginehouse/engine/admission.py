@@ -28,7 +28,7 @@ class Admission:
         """
         if num_sequences > self._max_unfinished:
             raise InvalidRequestError(
-                f"n: {num_sequences} sequences were asked for at once, but at most {self._max_unfinished} may run "
+                f"{num_sequences} sequences were asked for at once, but at most {self._max_unfinished} may run "
                 "and wait on this server. Ask for fewer choices or prompts.",
                 param="n",
             )

@@ -16,6 +16,7 @@ import pytest
 
 from tests.http.conftest import tiny_overrides
 from tests.http.serving import Server, sse_frames
+from tests.http.test_errors import check_error
 
 NUM_CLIENTS = 200
 BLOCK_BYTES = 32 * 2 * 2 * 2 * 16 * 2
@@ -194,9 +195,14 @@ def test_queue_full(tmp_path_factory: pytest.TempPathFactory) -> None:
         for answer in refused:
             assert answer.json()["error"]["code"] == "queue_full"
             assert 1 <= int(answer.headers["retry-after"]) <= 120
-        too_many = server.post("/v1/completions", {"prompt": ["a"] * 5, "n": 2, "max_tokens": 1})
-        assert too_many.status_code == 400
-        assert too_many.json()["error"]["param"] == "n"
+        for route, body, param, number in (
+            ("/v1/completions", {"prompt": ["a"] * 5, "n": 2}, "n", 10),
+            ("/v1/completions", {"prompt": ["a"] * 7}, "prompt", 7),
+            ("/generate", {"prompts": ["a"] * 7}, "prompts", 7),
+        ):
+            message = check_error(server.post(route, {**body, "max_tokens": 1}), 400, param)
+            assert f"{number} sequences" in message
+            assert "at most 6" in message
         server.wait_idle()
         assert (
             server.post("/v1/completions", {"prompt": ["a"] * 3, "n": 2, "max_tokens": 1}).status_code == 200
