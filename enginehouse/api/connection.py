@@ -1,6 +1,8 @@
 """Connections: what a client may do before there is a request to refuse.
 
 httptools, which parses the requests, sets no bounds: a head may grow for ever, and a connection may say nothing.
+Uvicorn bounds only the time between requests; its `limit_concurrency` answers in plain text, and its bound on heads is
+for its other parser.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ import httpx2
 import psutil
 import pytest
 
+from enginehouse.api import server as server_module
+from enginehouse.settings import ServerSettings, Settings
 from tests.http.conftest import tiny_overrides
 from tests.http.serving import Server, sse_frames
 from tests.http.test_errors import check_error
@@ -148,3 +150,18 @@ def test_a_client_that_takes_nothing_does_not_keep_the_server(start: Any) -> Non
         assert answer.status_code == 200
         running.signal(signal.SIGTERM)
         running.check_end()
+
+
+@pytest.mark.parametrize(("seconds", "whole"), [(0.2, 1), (1.0, 1), (75.5, 76)])
+def test_fractions_of_a_second_are_no_nothing(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, whole: int
+) -> None:
+    """Uvicorn counts whole seconds; cut off, half a second would be none."""
+    made: list[Any] = []
+    monkeypatch.setattr(server_module._Server, "run", lambda self, **_: made.append(self))
+    monkeypatch.setattr(server_module, "configure_logging", lambda *_: None)
+    times = ServerSettings(port=0, keep_alive_s=seconds, shutdown_grace_s=seconds)
+    server_module.serve(Settings(server=times))
+    assert made[0].config.timeout_keep_alive == whole
+    assert made[0].config.timeout_graceful_shutdown >= 1
+    assert made[0]._grace_s == seconds
