@@ -72,7 +72,8 @@ class PromptEncoder:
         at_least = sum(map(self._tokenizer.min_num_tokens, texts))
         if at_least >= self._max_context:
             raise self._too_long(f"at least {at_least}", param=prompt.param)
-        if sum(map(len, texts)) <= THREAD_ABOVE_CHARS:
+        has_tools = bool(prompt.tools) or any("tool_calls" in message for message in prompt.messages)
+        if not has_tools and sum(map(len, texts)) <= THREAD_ABOVE_CHARS:
             return await asyncio.to_thread(self._render_and_encode, prompt)
         return await self._in_turn(lambda: self._render_and_encode(prompt))
 

@@ -118,7 +118,14 @@ async def test_a_conversation_that_cannot_fit_is_never_rendered(messages: list[d
 
 
 @pytest.mark.parametrize(
-    "prompt", [LONG_TEXT, ChatPrompt(messages=[{"role": "user", "content": LONG_TEXT}])], ids=["text", "chat"]
+    "prompt",
+    [
+        LONG_TEXT,
+        ChatPrompt(messages=[{"role": "user", "content": LONG_TEXT}]),
+        ChatPrompt(messages=[{"role": "user", "content": "x"}], tools=[{"type": "function"}]),
+        ChatPrompt(messages=[{"role": "assistant", "content": "", "tool_calls": []}]),
+    ],
+    ids=["text", "chat", "tools", "calls"],
 )
 async def test_few_long_prompts_are_encoded_at_a_time_and_short_ones_pass(prompt: str | ChatPrompt) -> None:
     tokenizer = CountingTokenizer()
