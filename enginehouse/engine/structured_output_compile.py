@@ -35,6 +35,8 @@ _JSON_OPTIONS: Final[dict[str, Any]] = {
 _BOOLEAN_SCHEMAS: Final = {"true": "{}", "false": '{"enum":[]}'}
 _LARK_LITERAL: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*')
 _LARK_TOKEN: Final = re.compile(r"<\[([^\]]*)")
+_SCHEMA_IN_LARK: Final = "failed to compile JSON schema: "
+_ECHO: Final = re.compile(r"\n\s*\d+ \| ")
 _STAND_IN: Final = "special_token_stand_in"
 _REGEX_SYNTAX: Final = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 
@@ -143,6 +145,9 @@ def _limits() -> LLParserLimits:
 def _first_lines(message: str) -> str:
     """What a caller can use of an error: no parser state, no long echo of the grammar."""
     text = message.split("\n<", 1)[0].strip()
+    if _SCHEMA_IN_LARK in text:
+        # The place and the lines are those of a grammar that its reader has not written.
+        text = _ECHO.split(text.split(_SCHEMA_IN_LARK, 1)[1], maxsplit=1)[0].strip()
     if text.startswith("NoExtension"):
         return "no text satisfies it"
     return text if len(text) <= _MAX_MESSAGE_CHARS else text[:_MAX_MESSAGE_CHARS] + " …"

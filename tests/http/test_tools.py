@@ -327,6 +327,42 @@ def test_refusals(server: Server, fields: dict[str, Any], param: str, stream: bo
     error = answer.json()["error"]
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
+    assert "call_0" not in error["message"], "the grammar is nobody's business"
+    assert "failed to compile" not in error["message"]
+
+
+def deep_schema(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"properties": {"a": schema}}
+    return schema
+
+
+def with_a(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": schema}, "required": ["a"], **more}
+
+
+HOSTILE: list[tuple[Any, int]] = [
+    (deep_schema(60), 200), (deep_schema(300), 400), (with_a({"$ref": "#/nope"}), 400), (with_a({"$ref": "http://x/y"}), 400),
+    (with_a({"$ref": "#/$defs/x"}, **{"$defs": {"x": {"$ref": "#/$defs/x"}}}), 200), 
+    (with_a({"type": "string", "pattern": "^(a{1,1000}){1,1000}$"}), 200), (with_a({"type": "string", "minLength": 10**9}), 200),
+    (with_a({"type": "array", "minItems": 10**6}), 200), (with_a({"minimum": 5, "maximum": 1, "type": "integer"}), 400),
+    (with_a({"const": 10**40}), 200), (with_a({"type": "string", "enum": [1, 2]}), 400), ({"not": {}}, 400),
+    ({"type": "object", "properties": {'a" }\nstart: "x"\n': {}}, "required": ['a" }\nstart: "x"\n']}, 200),
+    (with_a({"type": "string"}, **{"x-guidance": {"whitespace_pattern": ".*"}}), 200),
+    (with_a({"enum": [str(number) for number in range(20_000)]}), 400),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "status"), HOSTILE)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_hostile_schemas_hurt_nobody(server: Server, schema: Any, status: int, choice: str) -> None:
+    body = {**BODY, "tools": [function(parameters=schema)], "tool_choice": choice, "max_tokens": 5}
+    answer = server.post(CHAT, body)
+    allowed = (status,) if choice == "required" else (200, 400)
+    assert answer.status_code in allowed, answer.text
+    if answer.status_code == 400:
+        assert answer.json()["error"]["param"] in ("tools[0].function.parameters", "messages")
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
