@@ -344,7 +344,7 @@ def with_a(schema: Any, **more: Any) -> dict[str, Any]:
 
 HOSTILE: list[tuple[Any, int]] = [
     (deep_schema(60), 200), (deep_schema(300), 400), (with_a({"$ref": "#/nope"}), 400), (with_a({"$ref": "http://x/y"}), 400),
-    (with_a({"$ref": "#/$defs/x"}, **{"$defs": {"x": {"$ref": "#/$defs/x"}}}), 200), 
+    (with_a({"$ref": "#/$defs/x"}, **{"$defs": {"x": {"$ref": "#/$defs/x"}}}), 200),
     (with_a({"type": "string", "pattern": "^(a{1,1000}){1,1000}$"}), 200), (with_a({"type": "string", "minLength": 10**9}), 200),
     (with_a({"type": "array", "minItems": 10**6}), 200), (with_a({"minimum": 5, "maximum": 1, "type": "integer"}), 400),
     (with_a({"const": 10**40}), 200), (with_a({"type": "string", "enum": [1, 2]}), 400), ({"not": {}}, 400),
