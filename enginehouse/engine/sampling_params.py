@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from enginehouse.engine.structured_output import Grammar
 from enginehouse.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 MAX_LOGPROBS = 20
@@ -60,11 +63,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @cached_property
     def end_token_rows(self) -> npt.NDArray[np.intp]:
         """`end_token_ids` as indices into a row of logits [num_end_tokens]."""
+        import numpy as np  # only the worker asks, and the API process starts without it
+
         return np.array(sorted(self.end_token_ids), dtype=np.intp)
 
     @cached_property
     def bias_rows(self) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float32]]:
         """`logit_bias` as indices into a row of logits and what to add there, both [num_biases]."""
+        import numpy as np
+
         tokens = np.array(list(self.logit_bias), dtype=np.intp)
         return tokens, np.array(list(self.logit_bias.values()), dtype=np.float32)
 
