@@ -45,7 +45,8 @@ def test_models(server: Server) -> None:
     listed = server.get("/v1/models").json()
     assert listed["object"] == "list"
     model, encoder = listed["data"]
-    assert (encoder["task"], encoder["state"], encoder["object"]) == ("embed", "unloaded", "model")
+    assert (encoder["task"], encoder["object"]) == ("embed", "model")
+    assert encoder["state"] in ("unloaded", "ready")  # whether another test has asked for it
     assert server.get(f"/v1/models/{encoder['id']}").json() == encoder
     assert model["id"] == model["root"] == TINY
     assert (model["object"], model["owned_by"], model["parent"]) == ("model", "enginehouse", None)
