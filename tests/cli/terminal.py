@@ -51,6 +51,29 @@ class Terminal:
         seen, self.screen = self.screen[:end], self.screen[end:]
         return seen
 
+    def press(self, key: str, shows: str) -> None:
+        """Press a control key until `shows` appears. Once is not enough: a key that comes while the program turns
+        from an answer to its prompt belongs to neither. A person presses again."""
+        for _ in range(20):
+            self.type(key)
+            deadline = time.monotonic() + 1.0
+            while time.monotonic() < deadline and shows not in self.screen:
+                self._read()
+            if shows in self.screen:
+                self.wait_for(shows)
+                return
+        raise AssertionError(f"{shows!r} did not appear in:\n{self.screen}")
+
+    def leave(self) -> int:
+        """Press Ctrl-D until the program ends; its exit code."""
+        for _ in range(20):
+            if self.process.poll() is None:
+                self.type(CTRL_D)
+            deadline = time.monotonic() + 1.0
+            while time.monotonic() < deadline and self.process.poll() is None:
+                self._read()
+        return self.wait_exit()
+
     def wait_exit(self, timeout_s: float = 20.0) -> int:
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cli.terminal import CTRL_C, CTRL_D, Terminal
+from tests.cli.terminal import CTRL_C, Terminal
 from tests.support.tiny_models import write_tiny_llama
 
 LIMIT_S = 60
@@ -129,12 +129,13 @@ def test_chat_streams_and_ctrl_c_ends_the_answer_but_not_the_program(tiny):
         terminal.type("Hello\n")
         terminal.wait_for("tokens, first after", timeout_s=60)
         terminal.wait_for("> ")
-        terminal.type(CTRL_C)
-        terminal.wait_for("Ctrl-D leaves")
-        terminal.type("/clear\nAgain\n")
+        terminal.press(CTRL_C, shows="Ctrl-D leaves")
+        terminal.wait_for("> ")
+        terminal.type("/clear\n")
+        terminal.wait_for("> ")
+        terminal.type("Again\n")
         terminal.wait_for("tokens/s]", timeout_s=60)
-        terminal.type(CTRL_D)
-        assert terminal.wait_exit() == 0
+        assert terminal.leave() == 0
 
 
 @pytest.mark.model
