@@ -92,8 +92,9 @@ async def test_batched_with_others(
     if batching["strategy"] == "one-at-a-time":
         assert stats.steps_total >= sum(answer[4] for answer in expected)
     else:
-        # How much is shared depends on when the requests arrive; one at a time gives the whole sum.
-        assert stats.steps_total < 0.9 * sum(answer[4] for answer in expected), "nothing shared a step"
+        # One at a time takes the whole sum. Prompts that get one token a step take steps of their own beside it.
+        share = 0.9 if batching.get("prefill_budget_while_decoding") == 1 else 0.6
+        assert stats.steps_total < share * sum(answer[4] for answer in expected), "nothing shared a step"
         assert tokens_per_step > 2
 
 
